@@ -1,0 +1,32 @@
+"""How long work reports and stops: one value to report, one event to stop.
+
+`load`, `convert`, `chat` and `generate` call `on_progress(Progress)` on the thread that works and look
+at `cancel` between pieces (one prefill chunk, one expert, one target pass).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spmoe_lite.errors import Cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """`done` of `total` `unit`s of one stage; `total` is None where it is not known."""
+
+    stage: str  # "download", "convert", "verify", "load", "prefill", ...
+    done: int
+    total: int | None
+    unit: str  # "bytes", "tokens", "files"
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def check(cancel: threading.Event | None) -> None:
+    """Raise `Cancelled` if the caller asked to stop."""
+    if cancel is not None and cancel.is_set():
+        raise Cancelled("cancelled")
