@@ -1,0 +1,69 @@
+"""What every test shares: this checkout under test, a home of its own, kernels that run anywhere.
+
+Without a CUDA GPU, Triton's interpreter is switched on before any kernel is imported, so the same
+kernel tests run interpreted on a CPU and compiled on a GPU. `SPMOE_HOME` points to a folder that is
+empty at the start and deleted at the end: no test sees or touches the packs of the person who runs it.
+Tests marked `gpu` are skipped without a GPU. Tests marked `slow` run too, unless left out with
+`-m "not slow"`; those that need the demo packs take them from where `spmoe-lite demo` left them.
+"""
+
+import os
+import sys
+import tempfile
+import types
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# This checkout is tested, whatever is installed; and it does not stay on sys.path, where its folder
+# kernels/ would hide another project's package of that name.
+sys.path.insert(0, str(ROOT))
+import spmoe_lite  # noqa: E402, F401
+
+sys.path.remove(str(ROOT))
+
+if "tests" not in sys.modules:  # helpers are imported as tests.tiny, tests.oracle, ...
+    sys.modules["tests"] = types.ModuleType("tests")
+    sys.modules["tests"].__path__ = [str(ROOT / "tests")]
+
+import torch  # noqa: E402
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+USER_HOME = os.environ.get("SPMOE_HOME")
+_home = tempfile.TemporaryDirectory(prefix="spmoe-tests-", ignore_cleanup_errors=True)
+for name in [name for name in os.environ if name.startswith("SPMOE_")]:
+    del os.environ[name]
+os.environ["SPMOE_HOME"] = _home.name
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not HAS_GPU and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+
+
+def pytest_unconfigure() -> None:
+    _home.cleanup()
+
+
+@pytest.fixture
+def device() -> str:
+    """The device on which kernels are tested: the GPU if there is one, else the interpreter's CPU."""
+    return "cuda" if HAS_GPU else "cpu"
+
+
+@pytest.fixture(scope="session")
+def demo_packs() -> tuple[Path, Path]:
+    """The packs (`demo`, `demo-draft`) that `spmoe-lite demo` made on this machine; skips without them."""
+    import platformdirs
+
+    home = Path(USER_HOME or platformdirs.user_data_dir("spmoe-lite", appauthor=False))
+    packs = home / "demo.spmoe", home / "demo-draft.spmoe"
+    if not all((pack / "manifest.json").is_file() for pack in packs):
+        pytest.skip("no demo packs: run `spmoe-lite demo` first")
+    return packs
