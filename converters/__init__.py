@@ -1,0 +1,1 @@
+"""From other formats to packs; installed as `spmoe_lite.converters`."""
