@@ -1,0 +1,143 @@
+"""The experts of one layer: SwiGLU up, down, and the sum in the router's order.
+
+    h[t, j] = silu(x[t] G_e^T) * (x[t] U_e^T)        e = experts[t, j]
+    p[t, j] = h[t, j] D_e^T
+    y[t]    = sum over j = 0 .. k-1, in this order, of weights[t, j] * p[t, j]     (fp32)
+
+The three matrices of an expert are found by address, not by tensor: `use` is a table [n, 3] int64 of
+(expert id, address of its bytes, address to write them to as well, or 0), and `ExpertLayout` says where in
+those bytes each matrix lies. The address may be a slot of the slab or page-locked host memory; whoever made
+the table answers for both staying valid until the launch is over. Addresses are multiples of 16.
+
+A layer may be served in several groups: each call of `expert_up` and `expert_down` fills the rows of the
+experts in its table and touches no other, and every (row, choice) has a place of its own, so that the sum
+does not know in which order the groups came. An expert of the table that no row asks for is neither read
+nor written; an id of -1 marks an unused line of the table.
+
+Activations are rounded to the weights' dtype where the two differ; sums are fp32. The bits of a row do not
+depend on which other experts are in the table; on the GPU not on the other rows either.
+Sources: SwiGLU, Shazeer 2020, arXiv 2002.05202; Mixtral, arXiv 2401.04088.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from .linear import linear_reference
+
+if TYPE_CHECKING:
+    from spmoe_lite.config import ExpertLayout
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def expert_up(
+    x: torch.Tensor, experts: torch.Tensor, use: torch.Tensor, layout: ExpertLayout, out: torch.Tensor
+) -> None:
+    """x [T, H], experts [T, k] int32 (distinct in a row), use [n, 3] int64 -> fills out [T, k, I].
+
+    Writes gate and up of an expert through to its second address. CPU tensors take the reference.
+    """
+    if x.is_cuda:
+        from .expert_gemm_triton import expert_up_triton
+
+        expert_up_triton(x, experts, use, layout, out)
+    else:
+        expert_up_reference(x, experts, use, layout, out)
+
+
+def expert_down(
+    h: torch.Tensor, experts: torch.Tensor, use: torch.Tensor, layout: ExpertLayout, out: torch.Tensor
+) -> None:
+    """h [T, k, I], experts [T, k] int32, use [n, 3] int64 -> fills out [T, k, H].
+
+    Writes down of an expert through to its second address. CPU tensors take the reference.
+    """
+    if h.is_cuda:
+        from .expert_gemm_triton import expert_down_triton
+
+        expert_down_triton(h, experts, use, layout, out)
+    else:
+        expert_down_reference(h, experts, use, layout, out)
+
+
+def combine(partial: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """partial [T, k, H], weights [T, k] fp32 -> [T, H] in partial's dtype, added in the router's order."""
+    if partial.is_cuda:
+        from .expert_gemm_triton import combine_triton
+
+        return combine_triton(partial, weights)
+    return combine_reference(partial, weights)
+
+
+def expert_up_reference(
+    x: torch.Tensor, experts: torch.Tensor, use: torch.Tensor, layout: ExpertLayout, out: torch.Tensor
+) -> None:
+    """The same by torch, over views of the addresses."""
+    k, places = experts.shape[1], out.view(-1, out.shape[-1])
+    x = x.to(DTYPES[layout.dtype])
+    for pairs, address, copy_to in _rows_by_expert(experts, use):
+        gate, up, _ = _matrices(address, layout)
+        rows = x[pairs // k]
+        h = F.silu(linear_reference(rows, gate)).mul_(linear_reference(rows, up))
+        places[pairs] = h.to(out.dtype)
+        if copy_to:
+            new_gate, new_up, _ = _matrices(copy_to, layout)
+            new_gate.copy_(gate)
+            new_up.copy_(up)
+
+
+def expert_down_reference(
+    h: torch.Tensor, experts: torch.Tensor, use: torch.Tensor, layout: ExpertLayout, out: torch.Tensor
+) -> None:
+    """The same by torch, over views of the addresses."""
+    rows, places = h.view(-1, h.shape[-1]), out.view(-1, out.shape[-1])
+    for pairs, address, copy_to in _rows_by_expert(experts, use):
+        down = _matrices(address, layout)[2]
+        places[pairs] = linear_reference(rows[pairs].to(down.dtype), down).to(out.dtype)
+        if copy_to:
+            _matrices(copy_to, layout)[2].copy_(down)
+
+
+def combine_reference(partial: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The same by torch."""
+    total = partial[:, 0].float() * weights[:, :1]
+    for j in range(1, partial.shape[1]):
+        total.addcmul_(partial[:, j].float(), weights[:, j : j + 1])
+    return total.to(partial.dtype)
+
+
+def _rows_by_expert(
+    experts: torch.Tensor, use: torch.Tensor
+) -> list[tuple[torch.Tensor, int, int]]:
+    """For each line of `use` whose expert has rows: (its t * k + j in rising order, two addresses)."""
+    flat = experts.reshape(-1)
+    order = flat.argsort(stable=True)
+    ends = [0, *flat.bincount().cumsum(0).tolist()]  # rows of expert e are order[ends[e] : ends[e + 1]]
+    return [
+        (order[ends[expert] : ends[expert + 1]], address, copy_to)
+        for expert, address, copy_to in use.tolist()
+        if 0 <= expert < len(ends) - 1 and ends[expert] < ends[expert + 1]
+    ]
+
+
+@lru_cache(maxsize=8192)  # a view of an address owns nothing and stays true whatever lies there
+def _matrices(address: int, layout: ExpertLayout) -> tuple[torch.Tensor, ...]:
+    """gate [I, H], up [I, H] and down [H, I] of the expert whose bytes begin at `address`, not copied."""
+    hidden, inner = layout.hidden_size, layout.intermediate_size
+    shapes = (
+        (layout.gate_offset, (inner, hidden)),
+        (layout.up_offset, (inner, hidden)),
+        (layout.down_offset, (hidden, inner)),
+    )
+    dtype = DTYPES[layout.dtype]
+    memory = ctypes.c_uint8 * (hidden * inner * dtype.itemsize)
+    return tuple(
+        torch.frombuffer(memory.from_address(address + offset), dtype=dtype).view(shape)
+        for offset, shape in shapes
+    )

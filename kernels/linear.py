@@ -1,0 +1,42 @@
+"""Dense matrix product: y = x W^T + b, accumulated in fp32.
+
+On the GPU the bits of a row do not depend on how many rows stand beside it: `linear_triton.py` says how.
+On the CPU this is torch's own product. Rows may differ in the last bit with their number there.
+
+Which product is fast on a CPU depends on the dtype. fp32 is always right. bf16 has a native product on
+machines with AVX-512; elsewhere torch falls to a scalar loop that is slower than widening the weights.
+fp16 has only the scalar loop beyond a few rows.
+"""
+
+import torch
+import torch.nn.functional as F
+
+NATIVE_FP16_ROWS = 4  # up to here torch's fp16 product beats widening the weights (measured, Zen 5)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T, K], weight [N, K], bias [N] or None, all of one dtype -> [T, N] of that dtype.
+
+    CPU tensors take the torch reference.
+    """
+    if x.is_cuda:
+        from .linear_triton import linear_triton
+
+        return linear_triton(x, weight, bias)
+    return linear_reference(x, weight, bias)
+
+
+def linear_reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same by torch, in whichever precision this CPU multiplies fastest; at least fp32 sums."""
+    if _is_native(weight.dtype, len(x)):
+        return F.linear(x, weight, bias)
+    bias = None if bias is None else bias.float()
+    return F.linear(x.float(), weight.float(), bias).to(x.dtype)
+
+
+def _is_native(dtype: torch.dtype, rows: int) -> bool:
+    if dtype == torch.bfloat16:
+        return rows == 1 or torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return dtype != torch.float16 or rows <= NATIVE_FP16_ROWS
