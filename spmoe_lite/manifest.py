@@ -1,0 +1,471 @@
+"""The pack folder without its tensors: file names, the manifest, safetensors headers, the
+writer's lock.
+
+No torch here, so that listing packs stays quick. Everything read is untrusted: sizes are bounded
+before a byte is read, names are confined to the folder, counts and offsets are checked against
+the file before anything is allocated. `docs/pack-format.md` is the specification; what it says a
+reader must reject is rejected in this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from spmoe_lite.config import DTYPE_BYTES, ExpertLayout, ModelConfig
+from spmoe_lite.errors import (
+    BusyError,
+    CapacityError,
+    DamagedError,
+    NotFoundError,
+    SpmoeError,
+    UnsupportedError,
+)
+
+FORMAT = 1  # written; 0 is still read
+PAGE = 4096  # the first tensor of a file starts on a multiple of this
+STRIDE_UNIT = 65536  # an expert is a whole number of these
+ALIGN = 64  # each matrix inside an expert starts on a multiple of this
+
+MANIFEST = "manifest.json"
+DENSE = "dense.safetensors"
+EXPERTS = "experts"
+TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+SUFFIX = ".spmoe"
+PARTIAL = ".partial"  # NAME.spmoe.partial: a conversion that has not finished
+OLD = ".old"  # NAME.spmoe.old: a pack being replaced, for the moment between two renames
+LOCK = ".lock"
+JOURNAL = "partial.json"  # what an unfinished conversion is of, and which files it has finished
+
+MAX_JSON_BYTES = 16 << 20  # of manifest.json and of a safetensors header
+SAFETENSORS_DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+
+_TEXT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)+")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_DISK_FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
+
+
+# What a pack holds
+
+
+def expert_layout(dtype: str, hidden: int, intermediate: int) -> ExpertLayout:
+    """gate, up, down one after the other, each on a multiple of 64 bytes, zeros up to the stride.
+
+    At every size in use the matrices adjoin; only odd test sizes leave a few bytes between them.
+    """
+    if dtype not in DTYPE_BYTES:
+        raise UnsupportedError(f"expert dtype {dtype!r} is not one of {tuple(DTYPE_BYTES)}")
+    matrix = _round_up(hidden * intermediate * DTYPE_BYTES[dtype], ALIGN)
+    return ExpertLayout(
+        dtype=dtype,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        gate_offset=0,
+        up_offset=matrix,
+        down_offset=2 * matrix,
+        stride=_round_up(3 * matrix, STRIDE_UNIT),
+    )
+
+
+def layer_file(layer: int) -> str:
+    """Name of the file that holds one layer's experts, relative to the pack."""
+    return f"{EXPERTS}/layer-{layer:03d}.safetensors"
+
+
+def dense_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of dense.safetensors, in the order of the file, with its shape."""
+    hidden, head = config.hidden_size, config.head_dim
+    q, kv = config.num_attention_heads * head, config.num_key_value_heads * head
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (config.vocab_size, hidden)}
+    for i in range(config.num_hidden_layers):
+        layer = f"layers.{i}"
+        shapes[f"{layer}.input_norm.weight"] = (hidden,)
+        for name, rows, columns in (
+            ("q_proj", q, hidden),
+            ("k_proj", kv, hidden),
+            ("v_proj", kv, hidden),
+            ("o_proj", hidden, q),
+        ):
+            shapes[f"{layer}.{name}.weight"] = (rows, columns)
+            if config.attention_bias:
+                shapes[f"{layer}.{name}.bias"] = (rows,)
+        shapes[f"{layer}.post_norm.weight"] = (hidden,)
+        if config.is_moe:
+            shapes[f"{layer}.router.weight"] = (config.num_local_experts, hidden)
+        else:
+            shapes[f"{layer}.gate_proj.weight"] = (config.intermediate_size, hidden)
+            shapes[f"{layer}.up_proj.weight"] = (config.intermediate_size, hidden)
+            shapes[f"{layer}.down_proj.weight"] = (hidden, config.intermediate_size)
+    shapes["norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def required_files(config: ModelConfig) -> list[str]:
+    """The tensor files a pack of this model has, no more and no fewer."""
+    layers = range(config.num_hidden_layers if config.is_moe else 0)
+    return [DENSE, *map(layer_file, layers)]
+
+
+def is_text_name(name: str) -> bool:
+    """Whether `name` may stand beside the tensor files: one plain name with a suffix, no folder."""
+    reserved = name in (MANIFEST, JOURNAL) or name.endswith((".safetensors", ".tmp"))
+    return len(name) <= 128 and _TEXT_NAME.fullmatch(name) is not None and not reserved
+
+
+# The manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A manifest that passed every check that needs no other file."""
+
+    raw: dict[str, Any]  # as read, brought up to the newest format
+    config: ModelConfig
+    dense_dtype: str
+    expert_dtype: str | None
+    layout: ExpertLayout | None
+    num_tokens: int
+    files: dict[str, tuple[int, str]]  # relative name: (size in bytes, SHA-256 in hex)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check `folder`/manifest.json; no other file is opened.
+
+    Raises `NotFoundError` (no pack there), `UnsupportedError` (another format), `DamagedError`.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        if folder.name.endswith(PARTIAL):
+            raise NotFoundError(f"{folder} is an unfinished conversion; run the same convert again")
+        raise NotFoundError(f"{folder} is not a pack: it has no {MANIFEST}")
+    try:
+        with open_confined(folder, MANIFEST) as file:
+            data = file.read(MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise disk_error(error, path, "read") from error
+    if len(data) > MAX_JSON_BYTES:
+        raise DamagedError(f"{path} is larger than {MAX_JSON_BYTES} bytes")
+    return check_manifest(load_json(data, path), path)
+
+
+def check_manifest(raw: Any, path: Path) -> Manifest:
+    """Check what a manifest says about itself; `path` is for the messages."""
+    if not isinstance(raw, dict):
+        _damaged(path, "is not a JSON object")
+    version = raw.get("format")
+    if isinstance(version, bool) or version not in (FORMAT - 1, FORMAT):
+        raise UnsupportedError(
+            f"{path}: pack format {version!r:.40} is not supported (this version reads "
+            f"{FORMAT - 1} and {FORMAT}); convert again or update spmoe-lite"
+        )
+    raw = _upgrade(raw)
+    try:
+        config = ModelConfig.from_dict(raw["model"])
+    except UnsupportedError as error:
+        raise DamagedError(f"{path}: {error}; convert again") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        _damaged(path, f"does not describe a model ({error!r:.100})")
+    dense_dtype, expert_dtype = raw.get("dense_dtype"), raw.get("expert_dtype")
+    if not isinstance(dense_dtype, str) or dense_dtype not in DTYPE_BYTES:
+        _damaged(path, f"has dense_dtype {dense_dtype!r:.40}")
+    num_tokens = raw.get("num_tokens")
+    if not is_whole(num_tokens) or not 1 <= num_tokens <= config.vocab_size:
+        _damaged(path, f"has num_tokens {num_tokens!r:.40}, not 1 to {config.vocab_size}")
+    for key in ("source", "options"):
+        if not isinstance(raw.get(key), dict):
+            _damaged(path, f"has no object {key!r}")
+    _check_audit(raw.get("audit"), config, path)
+    return Manifest(
+        raw=raw,
+        config=config,
+        dense_dtype=dense_dtype,
+        expert_dtype=expert_dtype,
+        layout=_check_layout(raw.get("expert_layout"), expert_dtype, config, path),
+        num_tokens=num_tokens,
+        files=_check_files(raw.get("files"), config, path),
+    )
+
+
+def _upgrade(raw: dict[str, Any]) -> dict[str, Any]:
+    """Bring format 0 up to 1: it had neither the audit nor the number of tokens."""
+    if raw["format"] == FORMAT:
+        return raw
+    model = raw.get("model")
+    vocab = model.get("vocab_size") if isinstance(model, dict) else None
+    return raw | {"format": FORMAT, "audit": None, "num_tokens": vocab}
+
+
+def _check_audit(audit: Any, config: ModelConfig, path: Path) -> None:
+    """`None` came from format 0; otherwise every matrix that was expected was found."""
+    if audit is None:
+        return
+    names = ("layers", "experts", "matrices", "found")
+    if not isinstance(audit, dict) or not all(is_whole(audit.get(name)) for name in names):
+        _damaged(path, "has no audit of its tensors")
+    if not config.is_moe:
+        return
+    expected = config.num_hidden_layers * config.num_local_experts * 3
+    if audit["found"] != expected:
+        _damaged(path, f"counts {audit['found']!r:.40} expert matrices, the model has {expected}")
+
+
+def _check_layout(
+    values: Any, expert_dtype: Any, config: ModelConfig, path: Path
+) -> ExpertLayout | None:
+    """The layout named by the manifest: three aligned runs inside the stride that do not
+    overlap.
+    """
+    if not config.is_moe:
+        if values is not None or expert_dtype is not None:
+            _damaged(path, "describes experts of a model that has none")
+        return None
+    if not isinstance(expert_dtype, str) or expert_dtype not in DTYPE_BYTES:
+        _damaged(path, f"has expert_dtype {expert_dtype!r:.40}")
+    try:
+        layout = ExpertLayout(**values)
+    except TypeError as error:
+        _damaged(path, f"does not describe the experts ({error!r:.100})")
+    model = (expert_dtype, config.hidden_size, config.intermediate_size)
+    if (layout.dtype, layout.hidden_size, layout.intermediate_size) != model:
+        _damaged(path, "describes experts of another shape or dtype than the model's")
+    size = config.hidden_size * config.intermediate_size * DTYPE_BYTES[expert_dtype]
+    offsets = (layout.gate_offset, layout.up_offset, layout.down_offset)
+    if not all(is_whole(n) and n >= 0 and n % ALIGN == 0 for n in offsets):
+        _damaged(path, f"has expert offsets {offsets!r:.80}, not multiples of {ALIGN}")
+    starts = sorted(offsets)
+    ends = [*starts[1:], layout.stride]
+    if not is_whole(layout.stride) or layout.stride % STRIDE_UNIT:
+        _damaged(path, f"has stride {layout.stride!r:.40}, not a multiple of {STRIDE_UNIT}")
+    if any(start + size > end for start, end in zip(starts, ends, strict=True)):
+        _damaged(path, f"has expert matrices that overlap or pass the stride {layout.stride}")
+    return layout
+
+
+def _check_files(values: Any, config: ModelConfig, path: Path) -> dict[str, tuple[int, str]]:
+    """The table of files: exactly the model's tensor files, and text files with plain names."""
+    if not isinstance(values, dict):
+        _damaged(path, "has no table of files")
+    needed = required_files(config)
+    files = {}
+    for name, entry in values.items():
+        if name not in needed and not is_text_name(name):
+            _damaged(path, f"lists the file {name!r:.80}, which has no place in a pack")
+        size = entry.get("size") if isinstance(entry, dict) else None
+        digest = entry.get("sha256") if isinstance(entry, dict) else None
+        if not is_whole(size) or not 0 <= size < 1 << 62:
+            _damaged(path, f"gives {name} the size {size!r:.40}")
+        if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
+            _damaged(path, f"gives {name} no SHA-256")
+        files[name] = (size, digest)
+    for name in needed:
+        if name not in files:
+            _damaged(path, f"does not list {name}")
+    return files
+
+
+# Files
+
+
+def open_confined(folder: Path, name: str) -> BinaryIO:
+    """Open `folder`/`name` unbuffered for reading; it must be a regular file inside the folder.
+
+    Raises `DamagedError` for a link that leads out, a folder, a pipe or a device, OSError
+    otherwise.
+    """
+    path = folder / name
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+        raise DamagedError(f"{path} is a link that leads out of the pack")
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise DamagedError(f"{path} is not a regular file")
+    return open(path, "rb", buffering=0)
+
+
+def open_listed(folder: Path, name: str, size: int) -> BinaryIO:
+    """`open_confined`, with the size that the manifest gives; every failure is a `SpmoeError`."""
+    path = folder / name
+    try:
+        file = open_confined(folder, name)
+        found = os.fstat(file.fileno()).st_size
+    except FileNotFoundError as error:
+        raise DamagedError(f"{path} is missing; convert again") from error
+    except OSError as error:
+        raise disk_error(error, path, "read") from error
+    if found != size:
+        file.close()
+        raise DamagedError(f"{path} has {found} bytes, the manifest says {size}; convert again")
+    return file
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One entry of a safetensors header; `start` is counted from the first byte of the file."""
+
+    dtype: str  # as safetensors spells it: F32, BF16, F16, U8
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+def write_header(tensors: dict[str, tuple[str, tuple[int, ...], int]]) -> bytes:
+    """The head of a safetensors file: tensors {name: (dtype, shape, bytes)} in the file's order.
+
+    Padded with spaces inside the JSON length so that the first tensor starts on a multiple of 4096.
+    """
+    entries, offset = {}, 0
+    for name, (dtype, shape, size) in tensors.items():
+        entries[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = text.ljust(_round_up(8 + len(text), PAGE) - 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_header(file: BinaryIO, path: Path) -> dict[str, Tensor]:
+    """Read a safetensors header: tensors follow one another without hole or overlap to the end.
+
+    Raises `DamagedError`. At most 16 MiB are read, and never more than the file has.
+    """
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(read_exactly(file, 8, path), "little")
+    if not 2 <= length <= min(MAX_JSON_BYTES, size - 8):
+        _damaged(path, f"claims a header of {length} bytes in a file of {size}")
+    entries = load_json(read_exactly(file, length, path), path)
+    if not isinstance(entries, dict):
+        _damaged(path, "has a header that is not a JSON object")
+    entries.pop("__metadata__", None)
+    tensors, end = {}, 8 + length
+    if end % PAGE:
+        _damaged(path, f"has its first tensor at byte {end}, not on a multiple of {PAGE}")
+    for name, entry in entries.items():
+        try:
+            dtype, shape, (begin, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        except (KeyError, TypeError, ValueError):
+            _damaged(path, f"has a malformed header entry for {name!r:.80}")
+        if not isinstance(dtype, str) or not isinstance(shape, list):
+            _damaged(path, f"has a malformed header entry for {name!r:.80}")
+        if not all(is_whole(n) for n in (begin, stop, *shape)):
+            _damaged(path, f"has numbers that are not whole in the header entry for {name!r:.80}")
+        if begin != end - 8 - length or stop < begin:
+            _damaged(path, f"has a hole, an overlap or another order at {name!r:.80}")
+        tensors[name] = Tensor(dtype, tuple(shape), end, stop - begin)
+        end = 8 + length + stop
+    if end != size:
+        _damaged(path, f"has {size} bytes, its header describes {end}")
+    return tensors
+
+
+def read_exactly(file: BinaryIO, count: int, path: Path) -> bytes:
+    """`count` bytes from an unbuffered file, or `DamagedError` when it is short."""
+    data = bytearray()
+    while len(data) < count:
+        try:
+            piece = file.read(count - len(data))
+        except OSError as error:
+            raise disk_error(error, path, "read") from error
+        if not piece:
+            _damaged(path, f"ends after {len(data)} of {count} bytes")
+        data += piece
+    return bytes(data)
+
+
+def load_json(data: bytes, path: Path) -> Any:
+    """JSON from an untrusted file: UTF-8, no duplicate keys, no NaN, no bottomless nesting."""
+    try:
+        return json.loads(
+            data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
+        )
+    except (ValueError, RecursionError) as error:  # JSON and Unicode errors are ValueErrors
+        raise DamagedError(f"{path} is not valid JSON ({type(error).__name__})") from error
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("duplicate key")
+    return values
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def disk_error(error: OSError, path: Path, verb: str) -> SpmoeError:
+    """What the operating system said about `path`, as one line with the remedy."""
+    text = error.strerror or type(error).__name__
+    if error.errno in _DISK_FULL:
+        return CapacityError(
+            f"disk full: cannot {verb} {path} ({text}); free some space and run the same command "
+            f"again, it goes on where it stopped"
+        )
+    if error.errno == errno.EFBIG:
+        return CapacityError(
+            f"cannot {verb} {path} ({text}): no file of this size is allowed there; "
+            f"choose another place"
+        )
+    if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+        return SpmoeError(f"cannot {verb} {path} ({text}); check its permissions or choose another")
+    return SpmoeError(f"cannot {verb} {path} ({text})")
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the writer's lock of a partial folder; `BusyError` if another process has it.
+
+    The lock is the operating system's and ends with the process, so a killed run leaves none
+    behind.
+    """
+    path = folder / LOCK
+    try:
+        file = open(path, "ab")
+    except OSError as error:
+        raise disk_error(error, path, "write") from error
+    with file:
+        try:
+            _lock(file)
+        except OSError as error:
+            raise BusyError(f"{folder} is being written by another process") from error
+        yield
+
+
+def _lock(file: BinaryIO) -> None:
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        import msvcrt
+
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    else:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a JSON value is an integer (Python counts booleans as integers; this does not)."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def _damaged(path: Path, what: str) -> NoReturn:
+    raise DamagedError(f"{path} {what}; convert again")

@@ -1,0 +1,718 @@
+"""A model on disk: `Pack` reads the folder NAME.spmoe/, `PackWriter` makes one.
+
+The folder holds manifest.json, dense.safetensors (what always stays in memory), one file of
+experts per MoE layer, and the tokenizer's files; `docs/pack-format.md` specifies it. Opening a
+pack checks the manifest, every size and every header, and reads no tensor. Dense weights are read
+explicitly. An expert is one page-aligned run of bytes, lent as a view of the mapped file or read
+into a buffer of the caller's.
+
+Views and `close`: a view returned by `expert_bytes` keeps its layer's mapping alive. Drop every
+view (and every tensor made from one), then `close()` unmaps. A view that outlives `close()` stays
+valid, and its mapping goes when the last view of that layer does; nothing is ever unmapped under
+a reader.
+
+The writer works in NAME.spmoe.partial under the operating system's lock. A file is written under
+a temporary name while it is hashed, flushed to the disk, renamed, and only then recorded in
+partial.json; the manifest comes last and one rename of the folder makes the pack. So a killed run
+leaves whole files and at most one temporary one, and the next run with the same options goes on
+from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import mmap
+import os
+import queue
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from spmoe_lite import manifest as m
+from spmoe_lite.config import DTYPE_BYTES, ExpertLayout, ModelConfig
+from spmoe_lite.errors import BusyError, DamagedError, UsageError
+from spmoe_lite.manifest import expert_layout as expert_layout
+from spmoe_lite.progress import OnProgress, Progress, check
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+CHUNK = 16 << 20  # bytes between two looks at `cancel`
+
+log = logging.getLogger("spmoe_lite")
+
+
+class Pack:
+    """One opened pack; a context manager. Reading from several threads at once is fine."""
+
+    def __init__(self, path: Path, manifest: m.Manifest) -> None:
+        self.path = path
+        self.name = path.name.removesuffix(m.SUFFIX)
+        self.manifest = manifest.raw
+        self.config = manifest.config
+        self.dense_dtype = manifest.dense_dtype
+        self.expert_layout = manifest.layout
+        self.num_tokens = manifest.num_tokens
+        self.files = manifest.files
+        self._lock = threading.Lock()  # guards _maps, and file positions where preadv is missing
+        self._open: dict[str, BinaryIO] = {}
+        self._starts: list[int] = []  # of each layer's first expert, in bytes
+        self._maps: dict[int, mmap.mmap] = {}
+        self._warned = False
+        self._closed = False
+
+    @classmethod
+    def open(cls, path: Path | str) -> Pack:
+        """Open the folder `path`; every size and header is checked, no tensor is read.
+
+        Raises `NotFoundError`, `UnsupportedError` (another format) or `DamagedError`, naming the
+        file.
+        """
+        path = Path(path)
+        pack = cls(path, m.read_manifest(path))
+        try:
+            pack._open_files()
+        except BaseException:
+            pack.close()
+            raise
+        return pack
+
+    def _open_files(self) -> None:
+        for name, (size, _) in self.files.items():
+            self._open[name] = m.open_listed(self.path, name, size)
+        for name in m.TEXT_FILES:  # read by name, so confined even where the manifest has none
+            if name not in self.files and os.path.lexists(self.path / name):
+                with contextlib.suppress(OSError):
+                    m.open_confined(self.path, name).close()
+        for name in filter(m.is_text_name, list(self._open)):
+            self._open.pop(name).close()
+        self._dense = m.read_header(self._open[m.DENSE], self.path / m.DENSE)
+        self._check_dense()
+        if self.config.is_moe:
+            for layer in range(self.config.num_hidden_layers):
+                self._starts.append(self._check_experts(m.layer_file(layer)))
+
+    def _check_dense(self) -> None:
+        path, spelling = self.path / m.DENSE, m.SAFETENSORS_DTYPES[self.dense_dtype]
+        expected = m.dense_shapes(self.config)
+        for name, shape in expected.items():
+            tensor = self._dense.get(name)
+            size = int(np.prod(shape, dtype=object)) * DTYPE_BYTES[self.dense_dtype]
+            if tensor is None or (tensor.dtype, tensor.shape, tensor.size) != (
+                spelling,
+                shape,
+                size,
+            ):
+                found = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+                raise DamagedError(
+                    f"{path}: {name} is {found}, not {spelling} {list(shape)}; convert again"
+                )
+        for name in self._dense:
+            if name not in expected:
+                raise DamagedError(f"{path}: unknown tensor {name!r:.80}; convert again")
+
+    def _check_experts(self, name: str) -> int:
+        """Check one layer's header; return where its first expert starts."""
+        assert self.expert_layout is not None
+        path, stride = self.path / name, self.expert_layout.stride
+        tensors = m.read_header(self._open[name], path)
+        if list(tensors) != [f"expert.{e}" for e in range(self.config.num_local_experts)]:
+            raise DamagedError(f"{path} does not list its experts in order; convert again")
+        for key, tensor in tensors.items():
+            if (tensor.dtype, tensor.shape, tensor.size) != ("U8", (stride,), stride):
+                raise DamagedError(
+                    f"{path}: {key} is {tensor.dtype} {list(tensor.shape)}, not U8 [{stride}]; "
+                    f"convert again"
+                )
+        return tensors["expert.0"].start
+
+    def dense_bytes(self) -> int:
+        """Bytes of all dense tensors."""
+        return sum(tensor.size for tensor in self._dense.values())
+
+    def expert_count(self) -> int:
+        """Layers times experts; 0 for a dense model."""
+        return self.config.num_hidden_layers * self.config.num_local_experts
+
+    def load_dense(
+        self,
+        device: str | torch.device = "cpu",
+        on_progress: OnProgress | None = None,
+        cancel: threading.Event | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Read every dense tensor, explicitly and in the file's order, one at a time to `device`.
+
+        Raises `Cancelled` within 16 MiB, `DamagedError` for a file cut short since it was opened.
+        """
+        total, done, tensors = self.dense_bytes(), 0, {}
+        for name, entry in self._dense.items():
+            tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[self.dense_dtype])
+            buffer = _bytes_of(tensor)
+            for begin in range(0, entry.size, CHUNK):
+                check(cancel)
+                piece = buffer[begin : begin + CHUNK]
+                self._read(m.DENSE, entry.start + begin, piece)
+                done += len(piece)
+                if on_progress is not None:
+                    on_progress(Progress("load", done, total, "bytes"))
+            tensors[name] = tensor.to(device)
+        return tensors
+
+    def expert_bytes(self, layer: int, expert: int) -> np.ndarray:
+        """uint8 [stride], read-only: the expert where it lies in the mapped file, nothing copied.
+
+        Where the system refuses to map the file the expert is read into memory of its own
+        instead; a warning says so once. Touching a view of a file that was cut short afterwards
+        ends the process (SIGBUS), as with every mapping; `read_expert` reports it.
+        """
+        layout, start = self._locate(layer, expert)
+        try:
+            mapping = self._map(layer)
+        except (OSError, ValueError) as error:
+            if not self._warned:
+                self._warned = True
+                log.warning("cannot map %s (%s); experts are read instead", self.path, error)
+            memory = np.frombuffer(mmap.mmap(-1, layout.stride), dtype=np.uint8)  # page aligned
+            self.read_expert(layer, expert, memory)
+            memory.flags.writeable = False
+            return memory
+        return np.frombuffer(mapping, dtype=np.uint8, count=layout.stride, offset=start)
+
+    def read_expert(self, layer: int, expert: int, out: np.ndarray) -> None:
+        """Read one expert into `out`, uint8 [stride], contiguous; other threads run meanwhile."""
+        layout, start = self._locate(layer, expert)
+        if out.dtype != np.uint8 or out.shape != (layout.stride,) or not out.flags.c_contiguous:
+            raise ValueError(
+                f"out is {out.dtype} {out.shape}, not contiguous uint8 [{layout.stride}]"
+            )
+        self._read(m.layer_file(layer), start, out)
+
+    def _locate(self, layer: int, expert: int) -> tuple[ExpertLayout, int]:
+        if self.expert_layout is None:
+            raise ValueError(f"{self.name} is a dense model and has no experts")
+        if not 0 <= layer < len(self._starts) or not 0 <= expert < self.config.num_local_experts:
+            raise IndexError(f"{self.name} has no expert {expert} in layer {layer}")
+        return self.expert_layout, self._starts[layer] + expert * self.expert_layout.stride
+
+    def _map(self, layer: int) -> mmap.mmap:
+        with self._lock:
+            if layer not in self._maps:
+                file = self._file(m.layer_file(layer))
+                self._maps[layer] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return self._maps[layer]
+
+    def _file(self, name: str) -> BinaryIO:
+        if self._closed:
+            raise BusyError(f"pack {self.name} is closed")
+        return self._open[name]
+
+    def _read(self, name: str, start: int, out: np.ndarray) -> None:
+        """Fill `out` from byte `start` of a tensor file; a short file is a `DamagedError`."""
+        file, view, done = self._file(name), memoryview(out), 0
+        path = self.path / name
+        try:
+            while done < len(view):
+                count = _read_at(file, start + done, view[done:], self._lock)
+                if count == 0:
+                    raise DamagedError(f"{path} ends at byte {start + done}; convert again")
+                done += count
+        except OSError as error:
+            raise m.disk_error(error, path, "read") from error
+
+    def verify(
+        self, on_progress: OnProgress | None = None, cancel: threading.Event | None = None
+    ) -> None:
+        """Hash every file; `DamagedError` names the first that differs from the manifest."""
+        total = sum(size for size, _ in self.files.values())
+        done = 0
+        for name, (size, digest) in self.files.items():
+
+            def report(count: int, before: int = done) -> None:
+                if on_progress is not None:
+                    on_progress(Progress("verify", before + count, total, "bytes"))
+
+            with m.open_listed(self.path, name, size) as file:
+                if _hash_file(file, self.path / name, cancel, report) != digest:
+                    raise DamagedError(
+                        f"{self.path / name} is not what was written (its SHA-256 differs from the "
+                        f"manifest's); convert again"
+                    )
+            done += size
+
+    def close(self) -> None:
+        """Close the files and unmap; idempotent. The module's docstring has the rule for views."""
+        with self._lock:
+            self._closed = True
+            maps, self._maps = self._maps, {}
+            files, self._open = self._open, {}
+        for mapping in maps.values():
+            with contextlib.suppress(BufferError):  # a view lives: the mapping goes with it
+                mapping.close()
+        for file in files.values():
+            file.close()
+
+    def __enter__(self) -> Pack:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class PackWriter:
+    """Writes one pack, file by file; a context manager that gives up the lock at its end.
+
+    `path` is the pack to be. Work is done in `path`.partial: files finished there by an earlier
+    run with the same model, dtypes, source and options are kept (`has`), any other partial is
+    wiped. Leaving the context with no file finished removes the partial folder; otherwise it
+    stays for the next run.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        config: ModelConfig,
+        dense_dtype: str,
+        expert_dtype: str | None,
+        source: dict[str, Any],
+        options: dict[str, Any],
+        *,
+        force: bool = False,
+        cancel: threading.Event | None = None,
+    ) -> None:
+        """Raises `UsageError` if `path` is taken (unless `force` and it is a pack), `BusyError`
+        if another process writes the same pack, `CapacityError` or `SpmoeError` for the disk's
+        errors."""
+        self.path = Path(path)
+        self.partial = self.path.with_name(self.path.name + m.PARTIAL)
+        self.config, self.dense_dtype = config, dense_dtype
+        self.layout: ExpertLayout | None = None
+        if config.is_moe:
+            assert expert_dtype is not None
+            self.layout = expert_layout(expert_dtype, config.hidden_size, config.intermediate_size)
+        self.force, self.cancel = force, cancel
+        self._head: dict[str, Any] = {
+            "format": m.FORMAT,
+            "model": config.to_dict(),
+            "dense_dtype": dense_dtype,
+            "expert_dtype": expert_dtype if config.is_moe else None,
+            "expert_layout": _layout_dict(self.layout),
+            "source": source,
+            "options": options,
+        }
+        self._head = json.loads(json.dumps(self._head))  # as it will be read back
+        self._files: dict[str, dict[str, Any]] = {}  # finished: {name: {size, sha256}}
+        self._trusted: set[str] = set()  # of these, the ones whose hash this run knows
+        self._stack = contextlib.ExitStack()
+        self._restore_old()
+        self._check_target()
+        with _naming(self.partial, "write"):
+            if self.partial.is_symlink() or (self.partial.exists() and not self.partial.is_dir()):
+                raise UsageError(f"{self.partial} is in the way; move it away")
+            self.partial.mkdir(parents=True, exist_ok=True)
+        self._stack.enter_context(m.locked(self.partial))
+        try:
+            self._adopt()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    # Taking up an earlier run
+
+    def _adopt(self) -> None:
+        """Keep what an earlier run with the same options finished, else start from nothing."""
+        journal = self._read_journal()
+        if journal is not None and journal.get("head") == self._head:
+            files = journal.get("files")
+            self._files = files if isinstance(files, dict) else {}
+        else:
+            self._wipe(journal)
+        self._write_journal()
+        if self.config.is_moe:
+            with _naming(self.partial, "write"):
+                (self.partial / m.EXPERTS).mkdir(exist_ok=True)
+
+    def _read_journal(self) -> dict[str, Any] | None:
+        try:
+            value = json.loads((self.partial / m.JOURNAL).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return None
+        return value if isinstance(value, dict) else {}
+
+    def _wipe(self, journal: dict[str, Any] | None) -> None:
+        found = {entry.name for entry in self.partial.iterdir()} - {
+            m.LOCK,
+            m.JOURNAL,
+            m.JOURNAL + ".tmp",
+        }
+        if journal is None and found:
+            raise UsageError(
+                f"{self.partial} exists and is not an unfinished conversion; move it away"
+            )
+        with _naming(self.partial, "write"):
+            for name in found:
+                entry = self.partial / name
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink()
+
+    def _restore_old(self) -> None:
+        """A run killed between the two renames of `finish` left the pack aside: put it back."""
+        old = self.path.with_name(self.path.name + m.OLD)
+        if (old / m.MANIFEST).is_file() and not os.path.lexists(self.path):
+            with _naming(old, "rename"):
+                old.rename(self.path)
+
+    def _check_target(self) -> None:
+        if not os.path.lexists(self.path):
+            return
+        if self.path.is_dir() and not any(self.path.iterdir()):
+            return  # an empty folder that the user made for us
+        if not (self.path / m.MANIFEST).is_file() or self.path.is_symlink():
+            raise UsageError(f"{self.path} exists and is not a pack; choose another place")
+        if not self.force:
+            raise UsageError(f"{self.path} exists already; pass --force to replace it")
+
+    def has(self, name: str) -> bool:
+        """Whether `name` is finished. A file of an earlier run is hashed once before it is
+        believed.
+        """
+        entry = self._files.get(name)
+        if entry is None:
+            return False
+        if name not in self._trusted:
+            if not self._intact(name, entry):
+                del self._files[name]
+                return False
+            self._trusted.add(name)
+        return True
+
+    def _intact(self, name: str, entry: Any) -> bool:
+        path = self.partial / name
+        try:
+            with m.open_listed(self.partial, name, entry["size"]) as file:
+                return _hash_file(file, path, self.cancel) == entry["sha256"]
+        except (DamagedError, TypeError, KeyError):
+            return False
+
+    # Writing
+
+    def write_dense(
+        self,
+        tensors: Iterable[tuple[str, str, Sequence[int], Callable[[], torch.Tensor]]],
+    ) -> None:
+        """Write dense.safetensors from (name, dtype, shape, read) in any order, one at a time.
+
+        `read()` returns the tensor in that dtype and shape on the CPU. The names and shapes are
+        those of `manifest.dense_shapes(config)` and the dtype is `dense_dtype`; the file has
+        their order.
+        """
+        given = {name: (dtype, tuple(shape), read) for name, dtype, shape, read in tensors}
+        shapes = m.dense_shapes(self.config)
+        if given.keys() != shapes.keys():
+            odd = sorted(given.keys() ^ shapes.keys())
+            raise ValueError(f"dense tensors missing or not expected: {odd[:5]}")
+        size = DTYPE_BYTES[self.dense_dtype]
+        spelling = m.SAFETENSORS_DTYPES[self.dense_dtype]
+        header = m.write_header(
+            {name: (spelling, shape, size * _count(shape)) for name, shape in shapes.items()}
+        )
+        with self._writing(m.DENSE) as out:
+            out.write(header)
+            for name, shape in shapes.items():
+                dtype, given_shape, read = given[name]
+                if (dtype, given_shape) != (self.dense_dtype, shape):
+                    raise ValueError(
+                        f"{name} is {dtype} {given_shape}, not {self.dense_dtype} {shape}"
+                    )
+                tensor = read()
+                _check_tensor(name, tensor, self.dense_dtype, shape)
+                out.write(tensor)
+
+    def write_layer(
+        self,
+        layer: int,
+        experts: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """Write one layer's experts from (gate [I, H], up [I, H], down [H, I]), in the order of
+        ids.
+
+        The tensors are on the CPU in the expert dtype; each may be reused as soon as the next is
+        asked for.
+        """
+        layout, count = self.layout, self.config.num_local_experts
+        assert layout is not None
+        up_shape = (layout.intermediate_size, layout.hidden_size)
+        parts = (
+            ("gate", layout.gate_offset, up_shape),
+            ("up", layout.up_offset, up_shape),
+            ("down", layout.down_offset, up_shape[::-1]),
+        )
+        header = m.write_header(
+            {f"expert.{e}": ("U8", (layout.stride,), layout.stride) for e in range(count)}
+        )
+        written = 0
+        with self._writing(m.layer_file(layer)) as out:
+            out.write(header)
+            for expert in experts:
+                start = out.size
+                for (name, offset, shape), tensor in zip(parts, expert, strict=True):
+                    label = f"{name} of expert {written} of layer {layer}"
+                    _check_tensor(label, tensor, layout.dtype, shape)
+                    out.pad(start + offset)
+                    out.write(tensor)
+                out.pad(start + layout.stride)
+                out.wait()  # the buffers are the caller's again
+                written += 1
+            if written != count:
+                raise ValueError(f"layer {layer} got {written} experts, not {count}")
+
+    def copy_text(self, name: str, source: Path | bytes) -> None:
+        """Copy a small file (tokenizer, chat template, generation settings) beside the tensors."""
+        if not m.is_text_name(name):
+            raise ValueError(f"{name!r} cannot be the name of a text file in a pack")
+        with _naming(Path(name) if isinstance(source, bytes) else source, "read"):
+            data = source if isinstance(source, bytes) else source.read_bytes()
+        with self._writing(name) as out:
+            out.write(data)
+
+    @contextlib.contextmanager
+    def _writing(self, name: str) -> Iterator[_HashingFile]:
+        """A temporary file that gets its name, and a line in the journal, only when all went
+        well.
+        """
+        path = self.partial / name
+        temporary = path.with_name(path.name + ".tmp")
+        self._files.pop(name, None)
+        try:
+            with _HashingFile(temporary, self.cancel) as out:
+                yield out
+                digest = out.finish()
+            with _naming(path, "write"):
+                os.replace(temporary, path)
+                _sync_folder(path.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        self._files[name] = {"size": out.size, "sha256": digest}
+        self._trusted.add(name)
+        self._write_journal()
+
+    def _write_journal(self) -> None:
+        _write_json(self.partial / m.JOURNAL, {"head": self._head, "files": self._files})
+
+    # Finishing
+
+    def finish(self, audit: dict[str, Any], num_tokens: int) -> Path:
+        """Write the manifest, check the whole as a reader would, and rename it into place.
+
+        With `force` an existing pack moves aside only now and is deleted last. Returns `path`.
+        """
+        missing = [name for name in m.required_files(self.config) if not self.has(name)]
+        if missing:
+            raise ValueError(f"cannot finish {self.path}: {missing[0]} is not written")
+        files = {name: entry for name, entry in sorted(self._files.items()) if self.has(name)}
+        raw = self._head | {
+            "num_tokens": num_tokens,
+            "audit": audit,
+            "files": files,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        m.check_manifest(json.loads(json.dumps(raw)), self.partial / m.MANIFEST)
+        _write_json(self.partial / m.MANIFEST, raw)
+        Pack.open(self.partial).close()
+        self._check_target()
+        self._stack.close()
+        old = self.path.with_name(self.path.name + m.OLD)
+        with _naming(self.path, "write"):
+            (self.partial / m.LOCK).unlink(missing_ok=True)
+            if (self.path / m.MANIFEST).is_file():
+                if old.exists():
+                    shutil.rmtree(old)
+                self.path.rename(old)
+            elif self.path.is_dir():
+                self.path.rmdir()
+            self.partial.rename(self.path)
+            _sync_folder(self.path.parent)
+            (self.path / m.JOURNAL).unlink(missing_ok=True)
+        shutil.rmtree(old, ignore_errors=True)
+        return self.path
+
+    def close(self) -> None:
+        """Give up the lock; a partial folder in which nothing was finished is removed.
+        Idempotent.
+        """
+        held = self._stack.pop_all()
+        if self.partial.is_dir() and not self._files:
+            shutil.rmtree(self.partial, ignore_errors=True)
+        held.close()
+
+    def __enter__(self) -> PackWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _HashingFile:
+    """A file that is hashed by a thread of its own while it is written; `size` counts its bytes.
+
+    `write` hands a buffer to the hash thread and writes it meanwhile; both release the GIL. It
+    may return before the hash is done: `wait` says when the buffers are free to be changed.
+    """
+
+    def __init__(self, path: Path, cancel: threading.Event | None) -> None:
+        self._path, self._cancel = path, cancel
+        with _naming(path, "write"):
+            self._file = open(path, "wb", buffering=0)
+        self._hash = hashlib.sha256()
+        self._queue: queue.Queue[memoryview | None] = queue.Queue(maxsize=8)
+        self._thread = threading.Thread(target=self._run, name="spmoe-hash", daemon=True)
+        self._thread.start()
+        self.size = 0
+
+    def _run(self) -> None:
+        while (piece := self._queue.get()) is not None:
+            self._hash.update(piece)
+            self._queue.task_done()
+
+    def write(self, data: bytes | torch.Tensor) -> None:
+        view = memoryview(_bytes_of(data) if isinstance(data, torch.Tensor) else data)
+        for begin in range(0, len(view), CHUNK):
+            check(self._cancel)
+            piece = view[begin : begin + CHUNK]
+            self._queue.put(piece)
+            done = 0
+            with _naming(self._path, "write"):
+                while done < len(piece):
+                    done += self._file.write(piece[done:])
+            self.size += len(piece)
+
+    def pad(self, size: int) -> None:
+        """Zeros up to `size` bytes from the start of the file."""
+        if size > self.size:
+            self.write(bytes(size - self.size))
+
+    def wait(self) -> None:
+        """Return when everything written so far is hashed."""
+        self._queue.join()
+
+    def finish(self) -> str:
+        """Flush to the disk; return the SHA-256 in hex."""
+        with _naming(self._path, "write"):
+            os.fsync(self._file.fileno())
+        self.wait()
+        return self._hash.hexdigest()
+
+    def __enter__(self) -> _HashingFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._queue.put(None)
+        self._thread.join()
+        self._file.close()
+
+
+def _read_at(file: BinaryIO, start: int, view: memoryview, lock: threading.Lock) -> int:
+    """Read once into `view` from byte `start`; return the number of bytes, 0 at the end."""
+    if hasattr(os, "preadv"):
+        return os.preadv(file.fileno(), [view], start)
+    with lock:
+        file.seek(start)
+        return file.readinto(view) or 0
+
+
+def _hash_file(
+    file: BinaryIO,
+    path: Path,
+    cancel: threading.Event | None,
+    report: Callable[[int], None] | None = None,
+) -> str:
+    """SHA-256 in hex of the rest of `file`."""
+    digest, buffer, done = hashlib.sha256(), memoryview(bytearray(4 << 20)), 0
+    while True:
+        check(cancel)
+        try:
+            count = file.readinto(buffer)  # type: ignore[attr-defined]
+        except OSError as error:
+            raise m.disk_error(error, path, "read") from error
+        if not count:
+            return digest.hexdigest()
+        digest.update(buffer[:count])
+        done += count
+        if report is not None:
+            report(done)
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    """uint8 [n] over the memory of a CPU tensor; a copy only if it is not contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != TORCH_DTYPES[dtype] or tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}")
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count
+
+
+def _layout_dict(layout: ExpertLayout | None) -> dict[str, Any] | None:
+    if layout is None:
+        return None
+    return {name: getattr(layout, name) for name in ExpertLayout.__dataclass_fields__}
+
+
+def _write_json(path: Path, value: Any) -> None:
+    """Write JSON under a temporary name, flush it, rename it into place."""
+    temporary = path.with_name(path.name + ".tmp")
+    with _naming(path, "write"):
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1, ensure_ascii=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Flush a rename to the disk, where the system lets a folder be opened (not on Windows)."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _naming(path: Path, verb: str) -> Iterator[None]:
+    """Turn the system's errors into one line that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise m.disk_error(error, path, verb) from error
