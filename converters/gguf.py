@@ -1,0 +1,643 @@
+"""Read a GGUF file as if it were a Hugging Face checkpoint.
+
+`GgufCheckpoint` offers what `source.Checkpoint` offers: `config` and `generation_config` in the spelling of
+Hugging Face, tensor names with dtype and shape, `read(name)`, and the text files, among them a
+`tokenizer.json` rebuilt from the metadata (`gguf_tokenizer.py`). It holds for the `llama` architecture,
+which is how Llama, Mistral and Mixtral models are written: dense, experts stacked (`ffn_up_exps`) or one
+by one (`ffn_up.3`), heads tied or not, whole or split into `-00001-of-00003` parts.
+
+The format (ggml project, "GGUF", versions 2 and 3, little endian): magic, version, counts of tensors and
+metadata, the metadata (typed key/value pairs), one record per tensor (name, dimensions innermost first,
+kind, offset), padding to the alignment, the tensors. The file is untrusted: each length, count and offset is
+held against the file's size before anything is allocated for it, the header is bounded by
+`MAX_HEADER_BYTES`, tensors must not overlap, and what does not fit is a `DamagedError`.
+
+Two things are undone on reading. The rows of q and k are stored for rotation of neighbouring pairs, row
+order (head, pair, half); Hugging Face rotates halves, (head, half, pair). And blocks of quantised weights
+become fp32 (`gguf.quants` does the arithmetic), `CHUNK_BYTES` of the file at a time, one expert of a stack
+at a time, so that memory holds one matrix.
+
+Left out: other architectures, kinds of quantisation not in `KINDS`, big-endian files, adapters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from spmoe_lite.converters.gguf_tokenizer import Metadata, tokenizer_files
+from spmoe_lite.converters.source import SourceTensor
+from spmoe_lite.errors import DamagedError, NotFoundError, UnsupportedError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_HEADER_BYTES = 256 << 20  # the largest published vocabularies need 20 MB
+MAX_COUNT = 1 << 22  # entries of one array, tensors, metadata keys
+CHUNK_BYTES = 4 << 20  # of the file, turned into fp32 at a time
+
+KINDS = frozenset(
+    GGMLQuantizationType[name]
+    for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K".split()
+)
+PLAIN = {  # kinds that are read as they are: torch dtype, numpy dtype of the same width
+    GGMLQuantizationType.F32: (torch.float32, np.float32),
+    GGMLQuantizationType.F16: (torch.float16, np.float16),
+    GGMLQuantizationType.BF16: (torch.bfloat16, np.int16),
+}
+DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_STRING, _ARRAY = 8, 9
+
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "block_sparse_moe.gate",
+}
+_EXPERT = {"ffn_gate": "w1", "ffn_down": "w2", "ffn_up": "w3"}
+_IGNORED = re.compile(
+    r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight|blk\.\d+\.rope_freqs\.weight"
+)
+_SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+# Metadata that changes the mathematics in a way the engine does not have, with the value that means "off".
+_NEUTRAL = {
+    "logit_scale": 1.0,
+    "embedding_scale": 1.0,
+    "residual_scale": 1.0,
+    "final_logit_softcapping": 0.0,
+    "attn_logit_softcapping": 0.0,
+    "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0,
+    "attention.causal": True,
+    "use_parallel_residual": False,
+    "expert_shared_count": 0,
+    "expert_weights_scale": 1.0,
+    "leading_dense_block_count": 0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One tensor of the file: `shape` outermost first; `offset` and `size` are bytes of `path`."""
+
+    name: str
+    path: Path
+    kind: GGMLQuantizationType
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+    @property
+    def row_bytes(self) -> int:
+        block, width = GGML_QUANT_SIZES[self.kind]
+        return self.shape[-1] // block * width
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What precedes the tensors in one file; `size` of the file, `sha256` of the header."""
+
+    path: Path
+    size: int
+    sha256: bytes
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Where a Hugging Face tensor comes from: `rows` rows of `tensor` from `row` on, to be laid out as
+    `shape`; `heads` > 0: its rows are in the order of paired rotation and are put back."""
+
+    tensor: GgufTensor
+    row: int
+    rows: int
+    shape: tuple[int, ...]
+    heads: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return PLAIN.get(self.tensor.kind, (torch.float32, None))[0]
+
+
+def is_gguf(path: Path) -> bool:
+    """True if `path` is a file that begins with the magic of GGUF, or is named `*.gguf`."""
+    if not path.is_file():
+        return False
+    if path.suffix.lower() == ".gguf":
+        return True
+    with path.open("rb") as handle:
+        return handle.read(4) == MAGIC
+
+
+class GgufCheckpoint:
+    """A `.gguf` file as a `Source` (source.py). Opening reads and checks the headers, no tensor.
+
+    Raises `NotFoundError` (no file, or a part of a split file is missing), `DamagedError` (not a GGUF file,
+    short, or inconsistent), `UnsupportedError` (what would run wrongly, named).
+    """
+
+    ignored: list[str] = []
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.label = self.path.name
+        if not self.path.is_file():
+            raise NotFoundError(f"{self.path}: no such file")
+        headers = [_read_header(part) for part in _split_parts(self.path)]
+        metadata = headers[0].metadata
+        if len(headers) == 1 and metadata.get("split.count", 1) != 1:
+            raise UnsupportedError(
+                f"{self.label}: one of {metadata['split.count']} parts of a split model; give the parts "
+                f"their names MODEL-00001-of-00003.gguf back, or merge them with llama-gguf-split"
+            )
+        self._headers = headers
+        self.gguf_tensors: dict[str, GgufTensor] = {}
+        for header in headers:
+            for name, tensor in header.tensors.items():
+                if name in self.gguf_tensors:
+                    raise DamagedError(f"{self.label}: tensor {name} is in two parts")
+                self.gguf_tensors[name] = tensor
+        self._meta = Metadata(metadata, self.label)
+        self.config: dict[str, Any] = _config(self._meta, self.gguf_tensors)
+        self.generation_config: dict[str, Any] | None = _generation_config(self._meta)
+        self._parts = _name_parts(self.gguf_tensors, self.config, self.label)
+        self.tensors = {
+            name: SourceTensor(
+                DTYPE_NAMES[part.dtype], part.shape, part.tensor.path.name, part.tensor.offset
+            )
+            for name, part in self._parts.items()
+        }
+
+    def identity(self) -> dict[str, Any]:
+        """id, revision, files with sizes, and a hash of the headers and of the start of each tensor."""
+        digest = hashlib.sha256()
+        for header in self._headers:
+            digest.update(header.sha256)
+            with header.path.open("rb") as handle:
+                for tensor in header.tensors.values():
+                    handle.seek(tensor.offset)
+                    digest.update(handle.read(min(tensor.size, 4096)))
+        return {
+            "id": self.label,
+            "revision": None,
+            "files": {header.path.name: header.size for header in self._headers},
+            "fingerprint": digest.hexdigest(),
+        }
+
+    def read(self, name: str, index: int | None = None, rows: range | None = None) -> torch.Tensor:
+        """The tensor, or `tensor[index]`, or rows of either; what is stored in blocks becomes fp32."""
+        part = self._parts[name]
+        start, count, shape = part.row, part.rows, part.shape
+        if part.heads:  # rows change places, so all of them are needed
+            pairs = _read_rows(part.tensor, start, count).view(
+                part.heads, count // part.heads // 2, 2, -1
+            )
+            whole = pairs.transpose(1, 2).contiguous().view(shape)
+            whole = whole if index is None else whole[index]
+            return whole if rows is None else whole[rows.start : rows.stop].clone()
+        if index is not None:
+            count, shape = count // shape[0], shape[1:]
+            start += index * count
+        if rows is not None:
+            each = count // shape[0]
+            start, count, shape = (
+                start + rows.start * each,
+                len(rows) * each,
+                (len(rows), *shape[1:]),
+            )
+        return _read_rows(part.tensor, start, count).view(shape)
+
+    def text_files(self) -> dict[str, bytes]:
+        """tokenizer.json, tokenizer_config.json, special_tokens_map.json, generation_config.json and, if
+        there is one, chat_template.jinja; made once."""
+        return dict(self._text_files)
+
+    @cached_property
+    def _text_files(self) -> dict[str, bytes]:
+        generation = json.dumps(self.generation_config, indent=1).encode("utf-8")
+        files = tokenizer_files(self._meta, self.config["max_position_embeddings"])
+        return files | {"generation_config.json": generation}
+
+    def close(self) -> None:
+        """Nothing is held open between reads."""
+
+
+# --- the header ---------------------------------------------------------------------------------------
+
+
+class _Cursor:
+    """Forward reads of the header that never go past the file or the header's bound."""
+
+    def __init__(self, handle: BinaryIO, size: int, file: str) -> None:
+        self.handle, self.size, self.file, self.at = handle, size, file, 0
+        self.digest = hashlib.sha256()
+
+    def claim(self, count: int, what: str) -> None:
+        """Refuse `count` bytes that the file cannot hold, before anyone allocates them."""
+        if count > self.size - self.at:
+            raise DamagedError(
+                f"{self.file}: {what} at byte {self.at} claims {count} bytes, "
+                f"{self.size - self.at} are left; the file is truncated or altered"
+            )
+        if self.at + count > MAX_HEADER_BYTES:
+            raise DamagedError(f"{self.file}: a header of more than {MAX_HEADER_BYTES} bytes")
+
+    def take(self, count: int, what: str) -> bytes:
+        self.claim(count, what)
+        data = self.handle.read(count)
+        if len(data) != count:
+            raise DamagedError(f"{self.file}: ends inside {what} at byte {self.at + len(data)}")
+        self.at += count
+        self.digest.update(data)
+        return data
+
+    def number(self, code: str, what: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code), what))[0]
+
+    def count(self, bytes_each: int, what: str) -> int:
+        """A count of things of at least `bytes_each` bytes that follow."""
+        count = self.number("Q", what)
+        if count > MAX_COUNT:
+            raise DamagedError(f"{self.file}: {what} at byte {self.at - 8} is {count}")
+        self.claim(count * bytes_each, what)
+        return int(count)
+
+    def text(self, what: str, errors: str = "strict") -> str:
+        start = self.at
+        data = self.take(self.number("Q", what), what)
+        try:
+            return data.decode("utf-8", errors)
+        except UnicodeDecodeError:
+            raise DamagedError(f"{self.file}: {what} at byte {start} is not UTF-8") from None
+
+    def value(self, key: str) -> Any:
+        kind = self.number("I", key)
+        if kind == _STRING:
+            return self.text(key, "replace")
+        if kind == _ARRAY:
+            return self.array(key)
+        if kind not in _SCALARS:
+            raise DamagedError(f"{self.file}: metadata {key} has the unknown type {kind}")
+        return self.number(_SCALARS[kind], key)
+
+    def array(self, key: str) -> list[str] | np.ndarray:
+        kind = self.number("I", key)
+        if kind == _STRING:
+            return [self.text(key) for _ in range(self.count(8, key))]
+        if kind not in _SCALARS:
+            raise DamagedError(
+                f"{self.file}: metadata {key} is an array of the unknown type {kind}"
+            )
+        dtype = np.dtype("<" + _SCALARS[kind]) if kind != 7 else np.dtype(np.bool_)
+        count = self.count(dtype.itemsize, key)
+        return np.frombuffer(self.take(count * dtype.itemsize, key), dtype)
+
+
+def _split_parts(path: Path) -> list[Path]:
+    """`path`, or all parts if it is named as one part of a split model."""
+    match = _SPLIT_NAME.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match["count"])
+    parts = []
+    for part in range(1, count + 1):  # ends at the first missing file, so `count` needs no bound
+        parts.append(path.with_name(f"{match['stem']}-{part:05}-of-{count:05}.gguf"))
+        if not parts[-1].is_file():
+            raise NotFoundError(
+                f"{parts[-1].name}: part {part} of {count} is missing beside {path.name}; download all parts"
+            )
+    return parts or [path]
+
+
+def _read_header(path: Path) -> _Header:
+    """Metadata and tensor records of one file, everything held against its size."""
+    size = path.stat().st_size
+    with path.open("rb", buffering=1 << 20) as handle:
+        cursor = _Cursor(handle, size, path.name)
+        if size < 4 or cursor.take(4, "magic") != MAGIC:
+            raise DamagedError(f"{path.name}: not a GGUF file (it does not begin with GGUF)")
+        version = cursor.number("I", "version")
+        if version not in VERSIONS:
+            if version & 0xFFFF == 0:
+                raise UnsupportedError(
+                    f"{path.name}: a big-endian GGUF file; fetch the little-endian one"
+                )
+            raise UnsupportedError(
+                f"{path.name}: GGUF version {version}; versions 2 and 3 are read"
+            )
+        tensor_count = cursor.count(24, "tensor count")
+        metadata: dict[str, Any] = {}
+        for _ in range(cursor.count(13, "metadata count")):
+            key = cursor.text("metadata key")
+            if key in metadata:
+                raise DamagedError(f"{path.name}: metadata {key} is given twice")
+            metadata[key] = cursor.value(key)
+        records = [_tensor_record(cursor) for _ in range(tensor_count)]
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise DamagedError(f"{path.name}: alignment {alignment} is not a power of two")
+    start = -(-cursor.at // alignment) * alignment
+    tensors = _place_tensors(path, records, start, size)
+    return _Header(path, size, cursor.digest.digest(), metadata, tensors)
+
+
+def _tensor_record(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+    name = cursor.text("tensor name")
+    dims = cursor.number("I", name)
+    if not 1 <= dims <= 4:
+        raise DamagedError(f"{cursor.file}: tensor {name} has {dims} dimensions")
+    shape = tuple(cursor.number("Q", name) for _ in range(dims))[::-1]
+    return name, shape, cursor.number("I", name), cursor.number("Q", name)
+
+
+def _place_tensors(
+    path: Path, records: list[tuple[str, tuple[int, ...], int, int]], start: int, size: int
+) -> dict[str, GgufTensor]:
+    tensors: dict[str, GgufTensor] = {}
+    for name, shape, number, offset in records:
+        if name in tensors:
+            raise DamagedError(f"{path.name}: tensor {name} is given twice")
+        try:
+            kind = GGMLQuantizationType(number)
+        except ValueError:
+            raise UnsupportedError(
+                f"{path.name}: tensor {name} is of the unknown kind {number}"
+            ) from None
+        if kind not in KINDS:
+            raise UnsupportedError(
+                f"{path.name}: tensor {name} is {kind.name}; fetch a file in one of "
+                f"{', '.join(sorted(k.name for k in KINDS))}"
+            )
+        block, width = GGML_QUANT_SIZES[kind]
+        if min(shape) < 1 or shape[-1] % block:
+            raise DamagedError(
+                f"{path.name}: tensor {name} {list(shape)} does not divide into {kind.name} blocks of {block}"
+            )
+        bytes_ = math.prod(shape) // block * width
+        if start + offset + bytes_ > size:
+            raise DamagedError(
+                f"{path.name}: tensor {name} ends at byte {start + offset + bytes_}, the file has {size}; "
+                f"it is truncated or altered, download it again"
+            )
+        tensors[name] = GgufTensor(name, path, kind, shape, start + offset, bytes_)
+    end, last = 0, ""
+    for tensor in sorted(tensors.values(), key=lambda t: t.offset):
+        if tensor.offset < end:
+            raise DamagedError(f"{path.name}: tensors {last} and {tensor.name} overlap")
+        end, last = tensor.offset + tensor.size, tensor.name
+    return tensors
+
+
+# --- what the model is --------------------------------------------------------------------------------
+
+
+def _config(meta: Metadata, tensors: dict[str, GgufTensor]) -> dict[str, Any]:
+    """config.json of the model; ranges are `ModelConfig.from_hf`'s business."""
+    arch = meta.need("general.architecture", str)
+    if arch != "llama":
+        raise UnsupportedError(
+            f"{meta.file}: architecture {arch!r} is not supported; Llama, Mistral and Mixtral models "
+            f"(architecture 'llama') are"
+        )
+    for key, neutral in _NEUTRAL.items():
+        if (value := meta.values.get(f"llama.{key}", neutral)) != neutral:
+            raise UnsupportedError(f"{meta.file}: llama.{key} = {value} is not supported")
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise DamagedError(f"{meta.file}: no matrix token_embd.weight; not a whole language model")
+
+    hidden = meta.need("llama.embedding_length", int)
+    heads = meta.per_layer("llama.attention.head_count")
+    kv_heads = meta.per_layer("llama.attention.head_count_kv", heads)
+    experts = meta.get("llama.expert_count", int, 0)
+    window = meta.get("llama.attention.sliding_window", int, 0)
+    width = meta.per_layer("llama.feed_forward_length")
+    if experts:
+        width = meta.get("llama.expert_feed_forward_length", int, width)
+    if heads < 1 or kv_heads < 1 or heads > hidden:
+        raise DamagedError(
+            f"{meta.file}: {heads} heads, {kv_heads} KV heads for hidden size {hidden}"
+        )
+    head_dim = meta.get("llama.attention.key_length", int, hidden // heads)
+    for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
+        if (value := meta.get(key, int, head_dim)) != head_dim:
+            raise UnsupportedError(
+                f"{meta.file}: {key} is {value}, the heads are {head_dim} wide; such models are not supported"
+            )
+    family = "mixtral" if experts else "mistral" if window else "llama"
+    config = {
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "model_type": family,
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": width,
+        "num_hidden_layers": meta.need("llama.block_count", int),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": _short(meta.need("llama.attention.layer_norm_rms_epsilon", float)),
+        "max_position_embeddings": meta.need("llama.context_length", int),
+        "rope_theta": _short(meta.get("llama.rope.freq_base", float, 10000.0)),
+        "rope_scaling": None,
+        "sliding_window": window or None,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": any(name.endswith("attn_q.bias") for name in tensors),
+        "torch_dtype": "float32",
+    }
+    if experts:
+        config["num_local_experts"] = experts
+        config["num_experts_per_tok"] = meta.need("llama.expert_used_count", int)
+    config["rope_scaling"] = _rope_scaling(meta, tensors, config["rope_theta"], head_dim)
+    return config | _generation_config(meta)
+
+
+def _short(value: float) -> float:
+    """The shortest decimal that is the same fp32 number: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _rope_scaling(
+    meta: Metadata, tensors: dict[str, GgufTensor], theta: float, head_dim: int
+) -> dict[str, Any] | None:
+    freqs = tensors.get("rope_freqs.weight")
+    if freqs is not None:
+        return _llama3_scaling(freqs, theta, head_dim)
+    kind = meta.get("llama.rope.scaling.type", str, "")
+    factor = meta.get("llama.rope.scaling.factor", float, 0.0) or meta.get(
+        "llama.rope.scale_linear", float, 0.0
+    )
+    if kind in ("", "none", "linear"):
+        linear = kind != "none" and factor not in (0.0, 1.0)
+        return {"rope_type": "linear", "factor": _short(factor)} if linear else None
+    raise UnsupportedError(
+        f"{meta.file}: rope scaling {kind!r} is not supported; linear and llama3 are"
+    )
+
+
+def _llama3_scaling(freqs: GgufTensor, theta: float, head_dim: int) -> dict[str, Any]:
+    """The parameters behind `rope_freqs.weight`: the file keeps only the divisor of each frequency.
+
+    Wavelengths below original/high stay (divisor 1), those above original/low are divided by `factor`,
+    between them the inverse is interpolated. All published models have low 1, high 4, original 8192; the
+    factor is the largest divisor. The guess is checked against every stored divisor.
+    """
+    stored = _read_rows(freqs, 0, math.prod(freqs.shape[:-1])).double().flatten()
+    if stored.numel() != head_dim // 2:
+        raise DamagedError(
+            f"{freqs.path.name}: rope_freqs.weight has {stored.numel()} entries, not {head_dim // 2}"
+        )
+    factor, low, high, original = _short(float(stored.max())), 1.0, 4.0, 8192
+    wavelength = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2).double() / head_dim)
+    smooth = ((original / wavelength - low) / (high - low)).clamp(0, 1)
+    if not torch.allclose(stored, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
+        raise UnsupportedError(
+            f"{freqs.path.name}: rope_freqs.weight is not Llama 3's scaling (low 1, high 4, original 8192)"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _generation_config(meta: Metadata) -> dict[str, Any]:
+    """Begin and end tokens; every token that ends a turn ends an answer."""
+    ends = [meta.get(f"tokenizer.ggml.{end}_token_id", int) for end in ("eos", "eot", "eom")]
+    ends = list(dict.fromkeys(end for end in ends if end is not None))
+    return {
+        "bos_token_id": meta.get("tokenizer.ggml.bos_token_id", int),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+    }
+
+
+def _name_parts(
+    tensors: dict[str, GgufTensor], config: dict[str, Any], file: str
+) -> dict[str, _Part]:
+    """Hugging Face name -> where it lies. A tensor nobody would use means another model: refused."""
+    layers, experts = config["num_hidden_layers"], config.get("num_local_experts", 0)
+    rotated = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    parts: dict[str, _Part] = {}
+
+    def add(
+        name: str, tensor: GgufTensor, index: int = 0, shape: Any = None, heads: int = 0
+    ) -> None:
+        shape = tensor.shape if shape is None else shape
+        row = tensor.shape[-1]
+        rows = math.prod(shape) // row
+        if heads and (shape[0] % (2 * heads)):
+            raise DamagedError(f"{file}: {tensor.name} has {shape[0]} rows for {heads} heads")
+        if name in parts:
+            raise DamagedError(f"{file}: two tensors for {name}, one of them {tensor.name}")
+        parts[name] = _Part(tensor, index * rows, rows, shape, heads)
+
+    for name, tensor in tensors.items():
+        if name in _TOP:
+            add(_TOP[name], tensor)
+            continue
+        match = re.fullmatch(r"blk\.(\d{1,5})\.(\w+)(?:\.(\d{1,5}))?\.(weight|bias)", name)
+        if match is None or int(match[1]) >= layers:
+            if _IGNORED.fullmatch(name):
+                continue
+            raise UnsupportedError(f"{file}: tensor {name} belongs to no model this program runs")
+        layer, inner, expert, end = f"model.layers.{int(match[1])}", match[2], match[3], match[4]
+        stack = _EXPERT.get(inner.removesuffix("_exps")) if inner.endswith("_exps") else None
+        at = f"{layer}.block_sparse_moe.experts"
+        if stack and end == "weight" and expert is None:
+            if len(tensor.shape) != 3 or tensor.shape[0] != experts:
+                raise DamagedError(f"{file}: {name} is {list(tensor.shape)}, not {experts} experts")
+            for index in range(experts):
+                add(f"{at}.{index}.{stack}.weight", tensor, index, tensor.shape[1:])
+        elif inner in _EXPERT and end == "weight" and expert is not None and int(expert) < experts:
+            add(f"{at}.{int(expert)}.{_EXPERT[inner]}.weight", tensor)
+        elif inner in _LAYER and expert is None and (end == "weight" or inner.startswith("attn_")):
+            heads, shape = rotated.get(inner, 0), tensor.shape
+            if end == "bias" and heads:  # a vector of rows, one number each
+                add(f"{layer}.{_LAYER[inner]}.bias", _as_column(tensor), 0, shape, heads)
+            else:
+                add(f"{layer}.{_LAYER[inner]}.{end}", tensor, heads=heads)
+        elif not _IGNORED.fullmatch(name):
+            raise UnsupportedError(f"{file}: tensor {name} belongs to no model this program runs")
+    return parts
+
+
+def _as_column(tensor: GgufTensor) -> GgufTensor:
+    """A vector [N] as [N, 1], so that its entries can change order as rows do."""
+    if tensor.kind not in PLAIN or len(tensor.shape) != 1:
+        raise UnsupportedError(f"{tensor.path.name}: {tensor.name} is not a plain vector")
+    return GgufTensor(
+        tensor.name, tensor.path, tensor.kind, (*tensor.shape, 1), tensor.offset, tensor.size
+    )
+
+
+# --- the numbers --------------------------------------------------------------------------------------
+
+
+def _read_rows(tensor: GgufTensor, row: int, rows: int) -> torch.Tensor:
+    """Rows [rows, columns] of `tensor` from `row` on (leading dimensions flattened), read explicitly."""
+    columns = tensor.shape[-1]
+    dtype, raw = PLAIN.get(tensor.kind, (torch.float32, np.uint8))
+    with tensor.path.open("rb", buffering=0) as handle:
+        handle.seek(tensor.offset + row * tensor.row_bytes)
+        if tensor.kind in PLAIN:
+            plain = np.empty((rows, columns), raw)
+            _fill(handle, plain, tensor)
+            return torch.from_numpy(plain).view(dtype)
+        out = torch.empty((rows, columns), dtype=dtype)
+        step = max(1, CHUNK_BYTES // tensor.row_bytes)
+        packed = np.empty((min(step, rows), tensor.row_bytes), np.uint8)
+        for at in range(0, rows, step):
+            chunk = packed[: min(step, rows - at)]
+            _fill(handle, chunk, tensor)
+            out[at : at + len(chunk)] = torch.from_numpy(dequantize(chunk, tensor.kind))
+        return out
+
+
+def _fill(handle: Any, array: np.ndarray, tensor: GgufTensor) -> None:
+    view = memoryview(array.reshape(-1).view(np.uint8))
+    at = 0
+    while at < len(view):
+        count = handle.readinto(view[at : at + (1 << 30)])
+        if not count:
+            raise DamagedError(f"{tensor.path.name}: ends inside tensor {tensor.name}")
+        at += count
