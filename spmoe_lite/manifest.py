@@ -17,8 +17,9 @@ import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 from spmoe_lite.config import DTYPE_BYTES, ExpertLayout, ModelConfig
 from spmoe_lite.errors import (
@@ -136,6 +137,7 @@ class Manifest:
     """A manifest that passed every check that needs no other file."""
 
     raw: dict[str, Any]  # as read, brought up to the newest format
+    format: int  # of the file
     config: ModelConfig
     dense_dtype: str
     expert_dtype: str | None
@@ -184,7 +186,7 @@ def check_manifest(raw: Any, path: Path) -> Manifest:
     dense_dtype, expert_dtype = raw.get("dense_dtype"), raw.get("expert_dtype")
     if not isinstance(dense_dtype, str) or dense_dtype not in DTYPE_BYTES:
         _damaged(path, f"has dense_dtype {dense_dtype!r:.40}")
-    num_tokens = raw.get("num_tokens")
+    num_tokens: Any = raw.get("num_tokens")
     if not is_whole(num_tokens) or not 1 <= num_tokens <= config.vocab_size:
         _damaged(path, f"has num_tokens {num_tokens!r:.40}, not 1 to {config.vocab_size}")
     for key in ("source", "options"):
@@ -193,6 +195,7 @@ def check_manifest(raw: Any, path: Path) -> Manifest:
     _check_audit(raw.get("audit"), config, path)
     return Manifest(
         raw=raw,
+        format=version,
         config=config,
         dense_dtype=dense_dtype,
         expert_dtype=expert_dtype,
@@ -266,7 +269,7 @@ def _check_files(values: Any, config: ModelConfig, path: Path) -> dict[str, tupl
     for name, entry in values.items():
         if name not in needed and not is_text_name(name):
             _damaged(path, f"lists the file {name!r:.80}, which has no place in a pack")
-        size = entry.get("size") if isinstance(entry, dict) else None
+        size: Any = entry.get("size") if isinstance(entry, dict) else None
         digest = entry.get("sha256") if isinstance(entry, dict) else None
         if not is_whole(size) or not 0 <= size < 1 << 62:
             _damaged(path, f"gives {name} the size {size!r:.40}")
@@ -282,7 +285,7 @@ def _check_files(values: Any, config: ModelConfig, path: Path) -> dict[str, tupl
 # Files
 
 
-def open_confined(folder: Path, name: str) -> BinaryIO:
+def open_confined(folder: Path, name: str) -> FileIO:
     """Open `folder`/`name` unbuffered for reading; it must be a regular file inside the folder.
 
     Raises `DamagedError` for a link that leads out, a folder, a pipe or a device, OSError
@@ -296,7 +299,7 @@ def open_confined(folder: Path, name: str) -> BinaryIO:
     return open(path, "rb", buffering=0)
 
 
-def open_listed(folder: Path, name: str, size: int) -> BinaryIO:
+def open_listed(folder: Path, name: str, size: int) -> FileIO:
     """`open_confined`, with the size that the manifest gives; every failure is a `SpmoeError`."""
     path = folder / name
     try:
@@ -340,7 +343,7 @@ def write_header(tensors: dict[str, tuple[str, tuple[int, ...], int]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def read_header(file: BinaryIO, path: Path) -> dict[str, Tensor]:
+def read_header(file: FileIO, path: Path) -> dict[str, Tensor]:
     """Read a safetensors header: tensors follow one another without hole or overlap to the end.
 
     Raises `DamagedError`. At most 16 MiB are read, and never more than the file has.
@@ -374,7 +377,7 @@ def read_header(file: BinaryIO, path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def read_exactly(file: BinaryIO, count: int, path: Path) -> bytes:
+def read_exactly(file: FileIO, count: int, path: Path) -> bytes:
     """`count` bytes from an unbuffered file, or `DamagedError` when it is short."""
     data = bytearray()
     while len(data) < count:
@@ -428,6 +431,33 @@ def disk_error(error: OSError, path: Path, verb: str) -> SpmoeError:
 
 
 @contextlib.contextmanager
+def naming(path: Path, verb: str) -> Iterator[None]:
+    """Turn the system's errors into one line that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(error, path, verb) from error
+
+
+def read_journal(partial: Path) -> dict[str, Any]:
+    """What an unfinished conversion recorded; an empty dict where that is missing or unreadable."""
+    try:
+        with open_confined(partial, JOURNAL) as file:
+            value = load_json(file.read(MAX_JSON_BYTES), partial / JOURNAL)
+    except (OSError, DamagedError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def restore_old(path: Path) -> None:
+    """Put back a pack that a run killed between the two renames of a replacement left aside."""
+    old = path.with_name(path.name + OLD)
+    if (old / MANIFEST).is_file() and not os.path.lexists(path):
+        with naming(old, "rename"):
+            old.rename(path)
+
+
+@contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the writer's lock of a partial folder; `BusyError` if another process has it.
 
@@ -447,13 +477,13 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _lock(file: BinaryIO) -> None:
+def _lock(file: FileIO) -> None:
     try:
         import fcntl
     except ImportError:  # Windows
         import msvcrt
 
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
     else:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
 

@@ -31,9 +31,10 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,7 +68,7 @@ class Pack:
         self.num_tokens = manifest.num_tokens
         self.files = manifest.files
         self._lock = threading.Lock()  # guards _maps, and file positions where preadv is missing
-        self._open: dict[str, BinaryIO] = {}
+        self._open: dict[str, FileIO] = {}
         self._starts: list[int] = []  # of each layer's first expert, in bytes
         self._maps: dict[int, mmap.mmap] = {}
         self._warned = False
@@ -190,14 +191,19 @@ class Pack:
             return memory
         return np.frombuffer(mapping, dtype=np.uint8, count=layout.stride, offset=start)
 
-    def read_expert(self, layer: int, expert: int, out: np.ndarray) -> None:
-        """Read one expert into `out`, uint8 [stride], contiguous; other threads run meanwhile."""
+    def read_expert(self, layer: int, expert: int, out: np.ndarray, offset: int = 0) -> None:
+        """Read one expert, from byte `offset` of it, into contiguous uint8 `out`.
+
+        Other threads run meanwhile. ValueError if `out` reaches beyond the expert.
+        """
         layout, start = self._locate(layer, expert)
-        if out.dtype != np.uint8 or out.shape != (layout.stride,) or not out.flags.c_contiguous:
+        if out.dtype != np.uint8 or out.ndim != 1 or not out.flags.c_contiguous:
+            raise ValueError(f"out is {out.dtype} {out.shape}, not contiguous uint8 [bytes]")
+        if not 0 <= offset <= layout.stride - len(out):
             raise ValueError(
-                f"out is {out.dtype} {out.shape}, not contiguous uint8 [{layout.stride}]"
+                f"{len(out)} bytes from {offset} leave the {layout.stride} of an expert"
             )
-        self._read(m.layer_file(layer), start, out)
+        self._read(m.layer_file(layer), start + offset, out)
 
     def _locate(self, layer: int, expert: int) -> tuple[ExpertLayout, int]:
         if self.expert_layout is None:
@@ -213,14 +219,14 @@ class Pack:
                 self._maps[layer] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             return self._maps[layer]
 
-    def _file(self, name: str) -> BinaryIO:
+    def _file(self, name: str) -> FileIO:
         if self._closed:
             raise BusyError(f"pack {self.name} is closed")
         return self._open[name]
 
     def _read(self, name: str, start: int, out: np.ndarray) -> None:
         """Fill `out` from byte `start` of a tensor file; a short file is a `DamagedError`."""
-        file, view, done = self._file(name), memoryview(out), 0
+        file, view, done = self._file(name), out.data, 0
         path = self.path / name
         try:
             while done < len(view):
@@ -315,9 +321,9 @@ class PackWriter:
         self._files: dict[str, dict[str, Any]] = {}  # finished: {name: {size, sha256}}
         self._trusted: set[str] = set()  # of these, the ones whose hash this run knows
         self._stack = contextlib.ExitStack()
-        self._restore_old()
+        m.restore_old(self.path)
         self._check_target()
-        with _naming(self.partial, "write"):
+        with m.naming(self.partial, "write"):
             if self.partial.is_symlink() or (self.partial.exists() and not self.partial.is_dir()):
                 raise UsageError(f"{self.partial} is in the way; move it away")
             self.partial.mkdir(parents=True, exist_ok=True)
@@ -332,48 +338,34 @@ class PackWriter:
 
     def _adopt(self) -> None:
         """Keep what an earlier run with the same options finished, else start from nothing."""
-        journal = self._read_journal()
-        if journal is not None and journal.get("head") == self._head:
+        journal = m.read_journal(self.partial)
+        if journal.get("head") == self._head:
             files = journal.get("files")
             self._files = files if isinstance(files, dict) else {}
         else:
             self._wipe(journal)
         self._write_journal()
         if self.config.is_moe:
-            with _naming(self.partial, "write"):
+            with m.naming(self.partial, "write"):
                 (self.partial / m.EXPERTS).mkdir(exist_ok=True)
 
-    def _read_journal(self) -> dict[str, Any] | None:
-        try:
-            value = json.loads((self.partial / m.JOURNAL).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return None
-        return value if isinstance(value, dict) else {}
-
-    def _wipe(self, journal: dict[str, Any] | None) -> None:
+    def _wipe(self, journal: dict[str, Any]) -> None:
         found = {entry.name for entry in self.partial.iterdir()} - {
             m.LOCK,
             m.JOURNAL,
             m.JOURNAL + ".tmp",
         }
-        if journal is None and found:
+        if found and not journal:
             raise UsageError(
                 f"{self.partial} exists and is not an unfinished conversion; move it away"
             )
-        with _naming(self.partial, "write"):
+        with m.naming(self.partial, "write"):
             for name in found:
                 entry = self.partial / name
                 if entry.is_dir() and not entry.is_symlink():
                     shutil.rmtree(entry)
                 else:
                     entry.unlink()
-
-    def _restore_old(self) -> None:
-        """A run killed between the two renames of `finish` left the pack aside: put it back."""
-        old = self.path.with_name(self.path.name + m.OLD)
-        if (old / m.MANIFEST).is_file() and not os.path.lexists(self.path):
-            with _naming(old, "rename"):
-                old.rename(self.path)
 
     def _check_target(self) -> None:
         if not os.path.lexists(self.path):
@@ -483,7 +475,7 @@ class PackWriter:
         """Copy a small file (tokenizer, chat template, generation settings) beside the tensors."""
         if not m.is_text_name(name):
             raise ValueError(f"{name!r} cannot be the name of a text file in a pack")
-        with _naming(Path(name) if isinstance(source, bytes) else source, "read"):
+        with m.naming(Path(name) if isinstance(source, bytes) else source, "read"):
             data = source if isinstance(source, bytes) else source.read_bytes()
         with self._writing(name) as out:
             out.write(data)
@@ -500,7 +492,7 @@ class PackWriter:
             with _HashingFile(temporary, self.cancel) as out:
                 yield out
                 digest = out.finish()
-            with _naming(path, "write"):
+            with m.naming(path, "write"):
                 os.replace(temporary, path)
                 _sync_folder(path.parent)
         except BaseException:
@@ -537,7 +529,7 @@ class PackWriter:
         self._check_target()
         self._stack.close()
         old = self.path.with_name(self.path.name + m.OLD)
-        with _naming(self.path, "write"):
+        with m.naming(self.path, "write"):
             (self.partial / m.LOCK).unlink(missing_ok=True)
             if (self.path / m.MANIFEST).is_file():
                 if old.exists():
@@ -581,7 +573,7 @@ class _HashingFile:
 
     def __init__(self, path: Path, cancel: threading.Event | None) -> None:
         self._path, self._cancel = path, cancel
-        with _naming(path, "write"):
+        with m.naming(path, "write"):
             self._file = open(path, "wb", buffering=0)
         self._hash = hashlib.sha256()
         self._queue: queue.Queue[memoryview | None] = queue.Queue(maxsize=8)
@@ -595,13 +587,13 @@ class _HashingFile:
             self._queue.task_done()
 
     def write(self, data: bytes | torch.Tensor) -> None:
-        view = memoryview(_bytes_of(data) if isinstance(data, torch.Tensor) else data)
+        view = _bytes_of(data).data if isinstance(data, torch.Tensor) else memoryview(data)
         for begin in range(0, len(view), CHUNK):
             check(self._cancel)
             piece = view[begin : begin + CHUNK]
             self._queue.put(piece)
             done = 0
-            with _naming(self._path, "write"):
+            with m.naming(self._path, "write"):
                 while done < len(piece):
                     done += self._file.write(piece[done:])
             self.size += len(piece)
@@ -617,7 +609,7 @@ class _HashingFile:
 
     def finish(self) -> str:
         """Flush to the disk; return the SHA-256 in hex."""
-        with _naming(self._path, "write"):
+        with m.naming(self._path, "write"):
             os.fsync(self._file.fileno())
         self.wait()
         return self._hash.hexdigest()
@@ -631,7 +623,7 @@ class _HashingFile:
         self._file.close()
 
 
-def _read_at(file: BinaryIO, start: int, view: memoryview, lock: threading.Lock) -> int:
+def _read_at(file: FileIO, start: int, view: memoryview, lock: threading.Lock) -> int:
     """Read once into `view` from byte `start`; return the number of bytes, 0 at the end."""
     if hasattr(os, "preadv"):
         return os.preadv(file.fileno(), [view], start)
@@ -641,7 +633,7 @@ def _read_at(file: BinaryIO, start: int, view: memoryview, lock: threading.Lock)
 
 
 def _hash_file(
-    file: BinaryIO,
+    file: FileIO,
     path: Path,
     cancel: threading.Event | None,
     report: Callable[[int], None] | None = None,
@@ -651,7 +643,7 @@ def _hash_file(
     while True:
         check(cancel)
         try:
-            count = file.readinto(buffer)  # type: ignore[attr-defined]
+            count = file.readinto(buffer)
         except OSError as error:
             raise m.disk_error(error, path, "read") from error
         if not count:
@@ -688,7 +680,7 @@ def _layout_dict(layout: ExpertLayout | None) -> dict[str, Any] | None:
 def _write_json(path: Path, value: Any) -> None:
     """Write JSON under a temporary name, flush it, rename it into place."""
     temporary = path.with_name(path.name + ".tmp")
-    with _naming(path, "write"):
+    with m.naming(path, "write"):
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump(value, file, indent=1, ensure_ascii=False)
             file.write("\n")
@@ -707,12 +699,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-@contextlib.contextmanager
-def _naming(path: Path, verb: str) -> Iterator[None]:
-    """Turn the system's errors into one line that names `path`."""
-    try:
-        yield
-    except OSError as error:
-        raise m.disk_error(error, path, verb) from error

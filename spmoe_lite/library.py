@@ -1,0 +1,316 @@
+"""The folder of packs: where they live, finding one, listing, looking inside, checking, deleting.
+
+Packs are `NAME.spmoe` in `home()`; one that is not finished is `NAME.spmoe.partial`. A pack
+elsewhere is named by its path. Listing reads manifests only and needs no torch. The file
+`used.json` in `home()` remembers when a pack was last talked to, for `chat` without a name;
+nothing depends on it being there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spmoe_lite import manifest as m
+from spmoe_lite.errors import NotFoundError, SpmoeError, UnsupportedError, UsageError
+from spmoe_lite.progress import OnProgress
+
+USED = "used.json"
+NEVER_BY_DEFAULT = ("demo",)  # packs that `chat` takes only when asked
+
+log = logging.getLogger("spmoe_lite")
+
+
+@dataclass(frozen=True, slots=True)
+class PackInfo:
+    """One line of `spmoe-lite list`."""
+
+    name: str
+    path: Path
+    size_bytes: int
+    modified: float  # seconds since 1970
+    complete: bool  # False: an unfinished conversion, or a manifest that does not hold
+    moe: bool
+    family: str  # "" where the manifest does not say
+
+
+def home() -> Path:
+    """The folder of packs: `SPMOE_HOME`, else the user's data folder. It may not exist yet."""
+    chosen = os.environ.get("SPMOE_HOME")
+    if chosen:
+        return Path(chosen).expanduser()
+    import platformdirs
+
+    return platformdirs.user_data_path("spmoe-lite", appauthor=False)
+
+
+def find(name_or_path: str | Path, home: Path | None = None) -> Path:
+    """The folder of a finished pack, by path first and then by name; its manifest is there, unread.
+
+    Raises `NotFoundError` with the command that would make it: a known model that was not
+    converted, a conversion that was not finished.
+    """
+    given = Path(name_or_path)
+    if (given / m.MANIFEST).is_file() and not given.name.endswith(m.PARTIAL):
+        return given
+    folder, name = home or _home(), str(name_or_path).removesuffix(m.SUFFIX)
+    if _is_name(name):
+        path = folder / (name + m.SUFFIX)
+        m.restore_old(path)
+        if (path / m.MANIFEST).is_file():
+            return path
+        if _beside(path, m.PARTIAL).is_dir():
+            raise NotFoundError(f"{name} is not finished; run the same convert again to go on")
+    if given.exists():
+        raise NotFoundError(f"{given} is not a pack; type: spmoe-lite convert {given}")
+    raise NotFoundError(_how_to_get(name, folder))
+
+
+def _how_to_get(name: str, folder: Path) -> str:
+    from spmoe_lite.hub import SHORT_NAMES
+
+    if name.lower() in SHORT_NAMES:
+        return f"{name} is known but not converted; type: spmoe-lite convert {name.lower()}"
+    if not _is_name(name):
+        return f"no pack at {name}"
+    there = [info.name for info in packs(folder) if info.complete]
+    listed = f"; there are {', '.join(there[:8])}" if there else ""
+    return f"no pack named {name} in {folder}{listed}"
+
+
+def packs(home: Path | None = None) -> list[PackInfo]:
+    """Every pack and unfinished conversion in `home`, by name; damaged ones count as unfinished."""
+    folder = home or _home()
+    try:
+        entries = sorted(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise m.disk_error(error, folder, "read") from error
+    return [_info(path) for path in entries if _ending(path) is not None and path.is_dir()]
+
+
+def _info(path: Path) -> PackInfo:
+    ending = _ending(path)
+    assert ending is not None
+    complete, moe, family = False, False, ""
+    try:
+        if ending == m.SUFFIX:
+            config = m.read_manifest(path).config
+            complete, moe, family = True, config.is_moe, config.family
+        else:
+            model = m.read_journal(path).get("head", {}).get("model", {})
+            moe, family = bool(model.get("num_local_experts")), str(model.get("family", ""))
+    except (SpmoeError, AttributeError):
+        log.debug("%s has no readable manifest", path)
+    size, modified = _size_and_date(path)
+    return PackInfo(path.name.removesuffix(ending), path, size, modified, complete, moe, family)
+
+
+def _size_and_date(path: Path) -> tuple[int, float]:
+    """Bytes of all files below `path` (links count as links), and the newest of their dates."""
+    size, newest = 0, 0.0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):  # a file that has just gone
+                status = os.lstat(os.path.join(folder, name))
+                size, newest = size + status.st_size, max(newest, status.st_mtime)
+    return size, newest or path.stat().st_mtime
+
+
+def remove(name: str | Path, home: Path | None = None) -> None:
+    """Delete a pack by name or path, its unfinished conversion too.
+
+    Raises `NotFoundError` if there is neither, `UsageError` for a folder that is not a pack,
+    `BusyError` while a conversion is writing it.
+    """
+    for path in _to_remove(name, home or _home()):
+        if path.name.endswith(m.PARTIAL):
+            with m.locked(path):
+                pass
+        with m.naming(path, "delete"):
+            (path / m.MANIFEST).unlink(missing_ok=True)  # half deleted is not a pack
+            shutil.rmtree(path)
+
+
+def _to_remove(name: str | Path, folder: Path) -> list[Path]:
+    plain = str(name).removesuffix(m.SUFFIX)
+    if _is_name(plain):
+        path = folder / (plain + m.SUFFIX)
+        found = [path, _beside(path, m.PARTIAL), _beside(path, m.OLD)]
+        found = [path for path in found if os.path.lexists(path)]
+        if found:
+            return [_checked(path) for path in found]
+    path = Path(name)
+    if not os.path.lexists(path):
+        raise NotFoundError(f"no pack {name} in {folder}, and no such folder")
+    if (path / m.MANIFEST).is_file():
+        m.read_manifest(path)  # somebody else's manifest.json is refused here
+    elif not (path / m.JOURNAL).is_file():
+        raise UsageError(f"{path} is not a pack; nothing was deleted")
+    partial = _beside(path, m.PARTIAL)
+    return [_checked(path), *([_checked(partial)] if partial.is_dir() else [])]
+
+
+def _checked(path: Path) -> Path:
+    if path.is_symlink() or not path.is_dir():
+        raise UsageError(f"{path} is not a folder of its own; delete it by hand")
+    return path
+
+
+def inspect(pack: str | Path, home: Path | None = None) -> dict[str, Any]:
+    """What is inside a pack, as plain JSON values; reads the manifest, not the tensors."""
+    path = find(pack, home)
+    manifest = m.read_manifest(path)
+    config, layout = manifest.config, manifest.layout
+    dense = sum(size for name, (size, _) in manifest.files.items() if name == m.DENSE)
+    expert_files = sum(
+        size for name, (size, _) in manifest.files.items() if name.startswith(m.EXPERTS)
+    )
+    per_layer = config.num_local_experts
+    return {
+        "name": path.name.removesuffix(m.SUFFIX),
+        "path": str(path),
+        "format": manifest.format,
+        "created": manifest.raw.get("created"),
+        "source": manifest.raw["source"],
+        "options": manifest.raw["options"],
+        "family": config.family,
+        "layers": config.num_hidden_layers,
+        "experts": config.num_hidden_layers * per_layer,
+        "experts_per_layer": per_layer,
+        "experts_per_token": config.num_experts_per_tok,
+        "dense_dtype": manifest.dense_dtype,
+        "expert_dtype": manifest.expert_dtype,
+        "expert_bytes": layout.stride if layout else 0,
+        "dense_file_bytes": dense,
+        "expert_files_bytes": expert_files,
+        "total_bytes": sum(size for size, _ in manifest.files.values()),
+        "num_tokens": manifest.num_tokens,
+        "audit": manifest.raw["audit"],
+        "model": config.to_dict(),
+        "files": {name: size for name, (size, _) in manifest.files.items()},
+    }
+
+
+def verify(
+    pack: str | Path,
+    on_progress: OnProgress | None = None,
+    cancel: threading.Event | None = None,
+    home: Path | None = None,
+) -> None:
+    """Check sizes, headers and every hash of a pack; `DamagedError` names the first bad file."""
+    from spmoe_lite.pack import Pack
+
+    with Pack.open(find(pack, home)) as opened:
+        opened.verify(on_progress, cancel)
+
+
+# The pack used last
+
+
+def touch_used(path: Path, home: Path | None = None) -> None:
+    """Remember that `path` is in use now. Where the home cannot be written, nothing is
+    remembered.
+    """
+    folder = home or _home()
+    used = _used(folder) | {str(Path(path).resolve()): time.time()}
+    temporary = folder / f"{USED}.{os.getpid()}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(used, indent=1), encoding="utf-8")
+        os.replace(temporary, folder / USED)
+    except OSError as error:
+        log.debug("cannot remember the pack used last: %s", error)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _used(folder: Path) -> dict[str, float]:
+    """Resolved path: when it was used. Anything unreadable counts as nothing."""
+    try:
+        with m.open_confined(folder, USED) as file:
+            values = m.load_json(file.read(m.MAX_JSON_BYTES), folder / USED)
+    except (OSError, SpmoeError):
+        return {}
+    pairs = values.items() if isinstance(values, dict) else ()
+    return {path: float(when) for path, when in pairs if isinstance(when, (int, float))}
+
+
+def last_used(home: Path | None = None) -> list[Path]:
+    """Complete packs, the one used last first; those never used follow by date of making."""
+    folder = home or _home()
+    used = _used(folder)
+    found = {info.path.resolve(): info.modified for info in packs(folder) if info.complete}
+    made = sorted(found, key=lambda path: found[path], reverse=True)
+    recent = sorted(used, key=lambda path: used[path], reverse=True)
+    there = [Path(path) for path in recent if (Path(path) / m.MANIFEST).is_file()]
+    return [*there, *(path for path in made if str(path) not in used)]
+
+
+def default_target(draft: Path | None = None, home: Path | None = None) -> Path | None:
+    """The MoE pack that `chat` without a name talks to: the last used whose vocabulary is the
+    draft's.
+
+    `demo` is never chosen. None if there is no such pack.
+    """
+    for path in last_used(home):
+        if path.name.removesuffix(m.SUFFIX) in NEVER_BY_DEFAULT:
+            continue
+        try:
+            manifest = m.read_manifest(path)
+            if manifest.config.is_moe and (draft is None or _same_vocabulary(path, draft)):
+                return path
+        except SpmoeError as error:
+            log.debug("%s is passed over: %s", path, error)
+    return None
+
+
+def _same_vocabulary(target: Path, draft: Path) -> bool:
+    """Equal tokenizer files by hash, else compared token by token."""
+    ours, theirs = m.read_manifest(target), m.read_manifest(draft)
+    if (
+        ours.files.get("tokenizer.json", (0, ""))[1]
+        == theirs.files.get("tokenizer.json", (0, "-"))[1]
+    ):
+        return True
+    from spmoe_lite.tokenizer import Tokenizer
+
+    try:
+        Tokenizer.load(target, ours.config).check_draft(
+            Tokenizer.load(draft, theirs.config), ours.config.vocab_size, theirs.config.vocab_size
+        )
+    except UnsupportedError:
+        return False
+    return True
+
+
+# Names
+
+
+def _home() -> Path:
+    return home()
+
+
+def _is_name(name: str) -> bool:
+    """Whether `name` is one plain folder name, not a path."""
+    return name not in ("", ".", "..") and not any(c in name for c in "/\\:\0")
+
+
+def _beside(path: Path, ending: str) -> Path:
+    return path.with_name(path.name + ending)
+
+
+def _ending(path: Path) -> str | None:
+    for ending in (m.SUFFIX, m.SUFFIX + m.PARTIAL):
+        if path.name.endswith(ending) and path.name != ending:
+            return ending
+    return None
