@@ -32,7 +32,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, Protocol
@@ -41,6 +41,7 @@ import torch
 
 from spmoe_lite.errors import DamagedError, NotFoundError, UnsupportedError
 from spmoe_lite.manifest import TEXT_FILES, disk_error, is_whole, load_json
+from spmoe_lite.pack import TORCH_DTYPES
 
 log = logging.getLogger("spmoe_lite")
 
@@ -69,7 +70,7 @@ DTYPES: dict[str, tuple[str | None, int]] = {
     "F8_E5M2": (None, 1),
     "F8_E8M0": (None, 1),
 }
-TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +78,29 @@ class SourceTensor:
     """One tensor of a source, not yet read.
 
     `dtype` is "fp32", "bf16" or "fp16" when it holds weights we can take (what `read` returns), else the
-    source's own word for it ("U8", "F8_E4M3"), which is refused wherever a weight is expected.
+    source's own word for it ("U8", "F8_E4M3"), which is refused wherever a weight is expected. Before
+    the header of a file on the hub is here, only the name and the file are `known`.
     """
 
     dtype: str
     shape: tuple[int, ...]
     file: str
     start: int = 0  # first byte in the file
+    known: bool = True
 
     @property
     def is_float(self) -> bool:
-        return self.dtype in TORCH
+        return self.dtype in TORCH_DTYPES or not self.known
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where one matrix lies: tensor `name` of `shape`, or its entry `index`, or `rows` of that."""
+
+    name: str
+    shape: tuple[int, ...]
+    index: int | None = None
+    rows: range | None = None
 
 
 class Source(Protocol):
@@ -108,94 +121,45 @@ class Source(Protocol):
     def close(self) -> None: ...
 
 
-class Checkpoint:
-    """Safetensors files with config.json: a local folder, or files that arrive when asked for.
+class TensorFiles:
+    """Tensors at known places in files, read with explicit reads into memory of the caller's.
 
-    `sizes` are the files there are, `locate` gives one's path (and may fetch it first), `head` its first
-    bytes without fetching the rest. Raises, before any tensor is read, `NotFoundError` (no weights),
-    `UnsupportedError` (pickle or vendor files only, two sets of weights), `DamagedError` (index, file
-    list and headers disagree; short files).
+    `locate` gives the path of a file; it is opened at the first read, when its size is compared.
     """
 
     def __init__(
         self,
         label: str,
+        tensors: dict[str, SourceTensor],
         sizes: Mapping[str, int],
         locate: Callable[[str], Path],
-        head: Callable[[str, int, int], bytes],
-        revision: str | None = None,
     ) -> None:
-        self.label, self.revision = label, revision
-        self.sizes, self._locate, self._head = sizes, locate, head
+        self.label, self.tensors = label, tensors
+        self.sizes, self._locate = sizes, locate
         self._open: dict[str, BinaryIO] = {}
-        if "config.json" not in sizes:
-            raise NotFoundError(_no_config(label, sizes))
-        self.config = self._json("config.json")
-        generation = "generation_config.json"
-        self.generation_config = self._json(generation) if generation in sizes else None
-        self.weight_files = self._choose_files()
-        self.ignored = sorted(
-            name
-            for name in sizes
-            if name not in self.weight_files
-            and name.endswith((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5"))
-        )
-        self._headers = {name: self._read_header(name) for name in self.weight_files}
-        self.tensors = self._merge()
 
-    @classmethod
-    def folder(cls, path: Path) -> Checkpoint:
-        """A checkpoint in a local folder."""
-        try:
-            sizes = {
-                name: entry.stat().st_size
-                for entry in sorted(os.scandir(path), key=lambda e: e.name)
-                for name in [entry.name]
-                if entry.is_file()
-            }
-        except OSError as error:
-            raise disk_error(error, path, "read") from error
-
-        def locate(name: str) -> Path:
-            return confined(path, name)
-
-        def head(name: str, start: int, count: int) -> bytes:
-            with open(locate(name), "rb") as file:
-                file.seek(start)
-                return file.read(count)
-
-        return cls(path.resolve().name, sizes, locate, head)
-
-    def identity(self) -> dict[str, Any]:
-        """id, revision, weight files with sizes, and a hash of config, headers and samples of data."""
-        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        for name in self.weight_files:
-            digest.update(f"{name}:{self.sizes[name]}:{self._headers[name][1]}".encode())
-        return {
-            "id": self.label,
-            "revision": self.revision,
-            "files": {name: self.sizes[name] for name in self.weight_files},
-            "fingerprint": digest.hexdigest(),
-        }
-
-    def read(self, name: str, index: int | None = None, rows: range | None = None) -> torch.Tensor:
-        """Read one tensor, or `tensor[index]`, or `tensor[index][rows]`; a new tensor of its dtype."""
+    def read(
+        self,
+        name: str,
+        index: int | None = None,
+        rows: range | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`tensor`, `tensor[index]`, or rows of either, in its own dtype; into `out` if given."""
         tensor = self.tensors[name]
+        dtype = TORCH_DTYPES[tensor.dtype]
         shape, start = tensor.shape, tensor.start
-        itemsize = TORCH[tensor.dtype].itemsize
         if index is not None:
             shape = shape[1:]
-            start += index * math.prod(shape) * itemsize
+            start += index * math.prod(shape) * dtype.itemsize
         if rows is not None:
-            start += rows.start * math.prod(shape[1:]) * itemsize
+            start += rows.start * math.prod(shape[1:]) * dtype.itemsize
             shape = (len(rows), *shape[1:])
-        values = torch.empty(math.prod(shape) * itemsize, dtype=torch.uint8)
-        self._read_into(tensor.file, memoryview(values.numpy()), start)
-        return values.view(TORCH[tensor.dtype]).reshape(shape)
-
-    def text_files(self) -> dict[str, bytes]:
-        """The tokenizer's files, the chat template and the generation settings, those that are there."""
-        return {name: self._text(name) for name in TEXT_FILES if name in self.sizes}
+        if out is None:
+            out = torch.empty(shape, dtype=dtype)
+        assert out.shape == shape and out.dtype == dtype and out.is_contiguous()
+        self._read_into(tensor.file, memoryview(out.reshape(-1).view(torch.uint8).numpy()), start)
+        return out
 
     def close(self) -> None:
         """Close every file; idempotent."""
@@ -203,9 +167,142 @@ class Checkpoint:
             self._open.popitem()[1].close()
 
     def close_file(self, name: str) -> None:
-        """Close one file, so that it can be deleted or another of its name be read."""
+        """Close one file, so that it can be deleted."""
         if file := self._open.pop(name, None):
             file.close()
+
+    def _file(self, name: str) -> BinaryIO:
+        if name not in self._open:
+            path = self._locate(name)
+            try:
+                file = open(path, "rb", buffering=0)  # closed by close()
+            except OSError as error:
+                raise disk_error(error, path, "read") from error
+            self._open[name] = file
+            found = os.fstat(file.fileno()).st_size
+            if found != self.sizes[name]:
+                self._damaged(name, f"has {found} bytes, expected {self.sizes[name]}")
+        return self._open[name]
+
+    def _read_into(self, name: str, buffer: memoryview, start: int) -> None:
+        file = self._file(name)
+        try:
+            done = read_at(file, buffer, start)
+        except OSError as error:
+            raise disk_error(error, Path(self.label) / name, "read") from error
+        if done != len(buffer):
+            self._damaged(name, f"ends after {start + done} bytes, {start + len(buffer)} expected")
+
+    def _damaged(self, file: str, what: str) -> NoReturn:
+        raise DamagedError(f"{self.label}: {file} {what}; download it again")
+
+
+class Checkpoint(TensorFiles):
+    """Safetensors files with config.json: a local folder, or a hub repository whose shards arrive later.
+
+    Raises, before any tensor is read, `NotFoundError` (not a model), `UnsupportedError` (pickle or vendor
+    files only, two sets of weights), `DamagedError` (index, file list and headers disagree, short files).
+    With `arrived=False` only names and files of the index are known until `load_headers`.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        sizes: Mapping[str, int],
+        locate: Callable[[str], Path],
+        *,
+        revision: str | None = None,
+        arrived: bool = True,
+    ) -> None:
+        super().__init__(label, {}, sizes, locate)
+        self.revision = revision
+        if "config.json" not in sizes:
+            raise NotFoundError(_no_config(label, sizes))
+        self.config = self._json("config.json")
+        generation = "generation_config.json"
+        self.generation_config = self._json(generation) if generation in sizes else None
+        self._weight_map: dict[str, str] | None = None
+        self.weight_files = self._choose_files()
+        self.ignored = sorted(
+            name for name in sizes if name not in self.weight_files and name.endswith(_WEIGHTS)
+        )
+        self._header_hashes: dict[str, str] = {}
+        for name, file in (self._weight_map or {}).items():
+            self.tensors[name] = SourceTensor("", (), file, known=False)
+        if arrived:
+            self.load_headers(self.weight_files)
+
+    @classmethod
+    def folder(cls, path: Path) -> Checkpoint:
+        """A checkpoint in a local folder."""
+        try:
+            with os.scandir(path) as entries:
+                sizes = {e.name: e.stat().st_size for e in entries if e.is_file()}
+        except OSError as error:
+            raise disk_error(error, path, "read") from error
+        sizes = dict(sorted(sizes.items()))
+        return cls(path.resolve().name, sizes, lambda name: confined(path, name))
+
+    def load_headers(self, files: Iterable[str]) -> None:
+        """Read the headers of `files`, which are here now; each must hold what the index says."""
+        for file in files:
+            if file in self._header_hashes:
+                continue
+            header, self._header_hashes[file] = self._read_header(file)
+            for name, tensor in header.items():
+                self._add(file, name, tensor)
+            if self._weight_map is not None:
+                for name, where in self._weight_map.items():
+                    if where == file and name not in header:
+                        raise DamagedError(
+                            f"{self.label}: {INDEX} places {name} in {file}, which does not hold "
+                            f"it; download both again"
+                        )
+
+    def _add(self, file: str, name: str, tensor: SourceTensor) -> None:
+        """With an index only what it lists counts; without one a name may come once."""
+        if self._weight_map is not None:
+            if self._weight_map.get(name) != file:
+                log.warning(
+                    "%s: %s in %s is not read: the index has it elsewhere or not at all",
+                    self.label,
+                    name,
+                    file,
+                )
+                return
+        elif name in self.tensors:
+            raise DamagedError(
+                f"{self.label}: {name} is both in {self.tensors[name].file} and in {file}"
+            )
+        self.tensors[name] = tensor
+
+    def identity(self) -> dict[str, Any]:
+        """id, revision and weight files; without a revision also a hash that stands for the content."""
+        identity: dict[str, Any] = {
+            "id": self.label,
+            "revision": self.revision,
+            "files": {name: self.sizes[name] for name in self.weight_files},
+        }
+        if self.revision is None:
+            identity["fingerprint"] = self._fingerprint()
+        return identity
+
+    def _fingerprint(self) -> str:
+        """SHA-256 of config, text files, headers, and 64 samples of each weight file."""
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        for data in self.text_files().values():
+            digest.update(data)
+        sample = memoryview(bytearray(4096))
+        for name in self.weight_files:
+            digest.update(f"{name} {self.sizes[name]} {self._header_hashes[name]}".encode())
+            for i in range(64):
+                count = read_at(self._file(name), sample, self.sizes[name] * i // 64)
+                digest.update(sample[:count])
+        return digest.hexdigest()
+
+    def text_files(self) -> dict[str, bytes]:
+        """The tokenizer's files, the chat template and the generation settings, those that are there."""
+        return {name: self._text(name) for name in TEXT_FILES if name in self.sizes}
 
     # Which files hold the weights
 
@@ -245,7 +342,6 @@ class Checkpoint:
 
     def _complete(self, parts: list[str]) -> list[str]:
         """Numbered parts without an index: all of the same count, none missing."""
-        self._weight_map = None
         numbers = [PART.fullmatch(name) for name in parts]
         counts = {int(match[2]) for match in numbers if match}
         if len(counts) > 1:
@@ -261,41 +357,19 @@ class Checkpoint:
                 raise DamagedError(f"{self.label}: {name} is missing; download it")
         return parts
 
-    def _merge(self) -> dict[str, SourceTensor]:
-        """One table of all tensors; with an index, only what it lists, and all of it."""
-        tensors: dict[str, SourceTensor] = {}
-        weight_map = self._weight_map
-        for file, (header, _) in self._headers.items():
-            for name, tensor in header.items():
-                if weight_map is not None and weight_map.get(name) != file:
-                    log.warning("%s: %s holds %s, not read: the index places it elsewhere or nowhere",
-                                self.label, file, name)  # fmt: skip
-                    continue
-                if name in tensors:
-                    raise DamagedError(
-                        f"{self.label}: {name} is both in {tensors[name].file} and in {file}"
-                    )
-                tensors[name] = tensor
-        for name, file in (weight_map or {}).items():
-            if name not in tensors:
-                raise DamagedError(
-                    f"{self.label}: {INDEX} places {name} in {file}, which does not hold it; "
-                    f"download both again"
-                )
-        return tensors
-
     # Reading
 
     def _read_header(self, file: str) -> tuple[dict[str, SourceTensor], str]:
         """The tensors of one safetensors file and the hash of its header."""
         size = self.sizes[file]
-        length = int.from_bytes(self._head(file, 0, 8), "little")
+        start = bytearray(8)
+        read_at(self._file(file), memoryview(start), 0)
+        length = int.from_bytes(start, "little")
         if size < 10 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
             self._damaged(file, f"claims a header of {length} bytes in a file of {size}")
-        data = self._head(file, 8, length)
-        if len(data) != length:
-            self._damaged(file, f"ends inside its header of {length} bytes")
-        entries = load_json(data, Path(file))
+        data = bytearray(length)
+        self._read_into(file, memoryview(data), 8)
+        entries = load_json(bytes(data), Path(self.label) / file)
         if not isinstance(entries, dict):
             self._damaged(file, "has a header that is not a JSON object")
         entries.pop("__metadata__", None)
@@ -325,24 +399,6 @@ class Checkpoint:
             )
         return SourceTensor(ours or dtype, tuple(shape), file, data_start + begin)
 
-    def _read_into(self, name: str, buffer: memoryview, start: int) -> None:
-        if name not in self._open:
-            path = self._locate(name)
-            try:
-                file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by close())
-            except OSError as error:
-                raise disk_error(error, path, "read") from error
-            self._open[name] = file
-            found = os.fstat(file.fileno()).st_size
-            if found != self.sizes[name]:
-                self._damaged(name, f"has {found} bytes, expected {self.sizes[name]}")
-        try:
-            done = read_at(self._open[name], buffer, start)
-        except OSError as error:
-            raise disk_error(error, self._locate(name), "read") from error
-        if done != len(buffer):
-            self._damaged(name, f"ends after {start + done} bytes, {start + len(buffer)} expected")
-
     def _json(self, name: str) -> dict[str, Any]:
         value = load_json(self._text(name), Path(self.label) / name)
         if not isinstance(value, dict):
@@ -357,9 +413,6 @@ class Checkpoint:
             return path.read_bytes()
         except OSError as error:
             raise disk_error(error, path, "read") from error
-
-    def _damaged(self, file: str, what: str) -> NoReturn:
-        raise DamagedError(f"{self.label}: {file} {what}; download it again")
 
 
 def read_at(file: BinaryIO, buffer: memoryview, start: int) -> int:

@@ -1,0 +1,205 @@
+"""Which tensor of a source becomes which part of the pack, decided in full before a byte is written.
+
+`match` finds every tensor that the config demands under exactly one of its names, checks shape and
+dtype, and refuses what is missing, there twice, already quantised, or unknown. `read_as` then reads one
+piece in the pack's dtype; integers never get there, non-finite weights and values that a narrower float
+cannot hold are refused by name. Casting rounds to nearest even.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from spmoe_lite.config import ModelConfig
+from spmoe_lite.converters import llama, mistral, mixtral
+from spmoe_lite.converters.source import Piece, Source, SourceTensor, TensorFiles
+from spmoe_lite.errors import DamagedError, UnsupportedError
+from spmoe_lite.manifest import dense_shapes
+from spmoe_lite.pack import TORCH_DTYPES
+
+FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": mistral, "mixtral": mixtral}
+HEAD = "lm_head.weight"
+BLOCK_BYTES = 8 << 20  # read, checked and cast at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """dense: pack name -> piece; experts: [layer][expert] -> (gate, up, down)."""
+
+    dense: dict[str, Piece]
+    experts: list[list[tuple[Piece, Piece, Piece]]]
+
+
+def match(config: ModelConfig, source: Source) -> Recipe:
+    """Find every tensor of the model; raises `DamagedError` or `UnsupportedError` naming the first fault."""
+    family = FAMILIES[config.family]
+    _refuse_quantised(source)
+    chosen = _Chooser(source)
+    wanted = {
+        name: [Piece(spelling, shape) for spelling in family.dense_names(name)]
+        for name, shape in dense_shapes(config).items()
+    }
+    chosen.require_any(config.family, wanted.values())
+    dense = {name: chosen.one(name, pieces) for name, pieces in wanted.items()}
+    experts = []
+    for layer in range(config.num_hidden_layers if config.is_moe else 0):
+        experts.append([])
+        for expert in range(config.num_local_experts):
+            pieces = family.expert_pieces(config, layer, expert)
+            where = f"of expert {expert} of layer {layer}"
+            gate, up, down = (chosen.one(f"{kind} {where}", pieces[kind]) for kind in pieces)
+            experts[layer].append((gate, up, down))
+    _refuse_unknown(config, source, chosen.used)
+    return Recipe(dense, experts)
+
+
+class _Chooser:
+    """Picks the one spelling that is there, and remembers the tensors in use."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.used: set[str] = set()
+
+    def require_any(self, family: str, wanted: object) -> None:
+        """At least one name must be right, else the whole file is of another kind."""
+        tensors = self.source.tensors
+        if not any(piece.name in tensors for pieces in wanted for piece in pieces):  # type: ignore[attr-defined]
+            first = next(iter(tensors), "nothing")
+            raise UnsupportedError(
+                f"{self.source.label}: not one tensor has a name of the {family} family (it has "
+                f"{first:.80}); fetch the version in transformers' layout"
+            )
+
+    def one(self, what: str, pieces: list[Piece]) -> Piece:
+        found = [piece for piece in pieces if piece.name in self.source.tensors]
+        if not found:
+            raise DamagedError(
+                f"{self.source.label}: {what} is missing: no {pieces[0].name}, nor another spelling "
+                f"of it; the checkpoint is incomplete, fetch it again"
+            )
+        if len(found) > 1:
+            raise DamagedError(
+                f"{self.source.label}: {what} is there twice, as {found[0].name} and {found[1].name}"
+            )
+        self.used.add(found[0].name)
+        check_shape(self.source, found[0])
+        return found[0]
+
+
+def check_shape(source: Source, piece: Piece) -> None:
+    """The whole tensor must have the shape that config.json implies (once its header is known)."""
+    tensor = source.tensors[piece.name]
+    if tensor.known and tensor.shape != piece.shape:
+        raise DamagedError(
+            f"{source.label}: {piece.name} is {list(tensor.shape)}, config.json makes it "
+            f"{list(piece.shape)}; the two are of different models"
+        )
+
+
+def _refuse_quantised(source: Source) -> None:
+    for name, tensor in source.tensors.items():
+        if tensor.is_float or llama.DERIVED.fullmatch(name):
+            continue
+        if tensor.dtype == "F64":
+            raise UnsupportedError(f"{source.label}: {name} is F64; save it as fp32, bf16 or fp16")
+        raise UnsupportedError(
+            f"{source.label}: {name} is {tensor.dtype}: the checkpoint is already quantised; "
+            f"fetch the full-precision version (bf16, fp16 or fp32), or a GGUF file"
+        )
+
+
+def _refuse_unknown(config: ModelConfig, source: Source, used: set[str]) -> None:
+    for name, tensor in source.tensors.items():
+        if name in used or llama.DERIVED.fullmatch(name):
+            continue
+        if name == HEAD and config.tie_word_embeddings:
+            continue  # check_tied compares it with the embeddings
+        raise UnsupportedError(
+            f"{source.label}: {name:.100} in {tensor.file} has no place in a {config.family} model "
+            f"of {config.num_hidden_layers} layers; leaving it out would change the model"
+        )
+
+
+def check_tied(config: ModelConfig, source: Source, recipe: Recipe) -> None:
+    """A tied model may carry its head as well, if it is the same matrix."""
+    if not config.tie_word_embeddings or HEAD not in source.tensors:
+        return
+    embeddings = recipe.dense["embed_tokens.weight"]
+    head, embed = source.tensors[HEAD], source.tensors[embeddings.name]
+    same = (head.dtype, head.shape) == (embed.dtype, embed.shape)
+    if not same or not all(
+        torch.equal(source.read(HEAD, rows=rows), source.read(embeddings.name, rows=rows))
+        for rows in _blocks(embed)
+    ):
+        raise UnsupportedError(
+            f"{source.label}: config.json ties the output head to the embeddings, but {HEAD} holds "
+            f"other values; if they are meant, set tie_word_embeddings to false there"
+        )
+
+
+def natural_dtypes(source: Source, recipe: Recipe) -> tuple[str, str | None]:
+    """(dense, experts): the narrowest dtype that holds every source value exactly."""
+    dense = _joined({source.tensors[piece.name].dtype for piece in recipe.dense.values()})
+    pieces = [piece for layer in recipe.experts for expert in layer for piece in expert]
+    return dense, _joined({source.tensors[p.name].dtype for p in pieces}) if pieces else None
+
+
+def _joined(dtypes: set[str]) -> str:
+    return dtypes.pop() if len(dtypes) == 1 else "fp32"
+
+
+def read_as(
+    source: Source, piece: Piece, dtype: str, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Read one piece as `dtype`, into `out` if given; memory beyond the result is one block.
+
+    Raises `DamagedError` for non-finite weights, `UnsupportedError` for values beyond the dtype.
+    """
+    check_shape(source, piece)
+    tensor = source.tensors[piece.name]
+    shape = piece.shape if piece.index is None else piece.shape[1:]
+    rows = piece.rows or range(shape[0])
+    if out is None:
+        out = torch.empty((len(rows), *shape[1:]), dtype=TORCH_DTYPES[dtype])
+    for block in _blocks(tensor, rows, shape):
+        part = out[block.start - rows.start : block.stop - rows.start]
+        if tensor.dtype == dtype and isinstance(source, TensorFiles):
+            source.read(piece.name, piece.index, block, out=part)
+            _check_finite(source, piece, part)
+        else:
+            values = source.read(piece.name, piece.index, block)
+            _check_finite(source, piece, values, dtype)
+            part.copy_(values)
+    return out
+
+
+def _blocks(
+    tensor: SourceTensor, rows: range | None = None, shape: tuple[int, ...] | None = None
+) -> list[range]:
+    """Ranges of rows of about BLOCK_BYTES that cover `rows`."""
+    shape = shape or tensor.shape
+    rows = rows or range(shape[0])
+    row_bytes = math.prod(shape[1:]) * TORCH_DTYPES[tensor.dtype].itemsize
+    step = max(1, BLOCK_BYTES // max(1, row_bytes))
+    return [range(first, min(first + step, rows.stop)) for first in rows[::step]]
+
+
+def _check_finite(
+    source: Source, piece: Piece, values: torch.Tensor, dtype: str | None = None
+) -> None:
+    """aminmax propagates NaN, so two numbers tell all; after casting them, overflow as well."""
+    ends = torch.stack(torch.aminmax(values))
+    if not ends.isfinite().all():
+        raise DamagedError(
+            f"{source.label}: {piece.name} holds NaN or infinite values; fetch it again or report "
+            f"it to its publisher"
+        )
+    if dtype and not ends.to(TORCH_DTYPES[dtype]).isfinite().all():
+        raise UnsupportedError(
+            f"{source.label}: {piece.name} holds values up to {ends.abs().max().item():.4g}, beyond "
+            f"{dtype}'s {torch.finfo(TORCH_DTYPES[dtype]).max:.6g}; choose bf16 or fp32"
+        )
