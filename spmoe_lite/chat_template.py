@@ -1,0 +1,948 @@
+"""Chat messages to token ids through the model's own template, run as what it is: a stranger's program.
+
+A chat template is a jinja2 program from the checkpoint. It runs in jinja2's immutable sandbox with the
+names the reference library gives it (`messages`, `add_generation_prompt`, special tokens,
+`raise_exception`, `strftime_now`, `tojson`, loop controls, the `generation` block), so that the ids are
+the reference's. The sandbox alone bounds neither time nor memory; here every template has a budget:
+
+    steps   one per node of a loop body per iteration, of a macro per call, plus the size of what an
+            operator, filter, test, method or comparison looks at
+    chars   everything a template creates: text, lists, slices, output
+    value   the size of a single value, nested lists counted in full (so that printing or comparing
+            one cannot explode)
+
+The budget is enforced by rewriting the parsed template before it is compiled: loops, macro bodies,
+literals, `~`, comparisons and slices pass through a counting filter; `+ * % **`, calls, filters, tests
+and output are hooked. Sizes are computed before the work is done. Only methods on a short list can be
+called; imports, includes, blocks and recursive loops are refused. It counts, so it does not depend on
+the clock, and a long history raises it.
+
+What templates refuse (documented behaviour; the first that the template accepts):
+1. messages as given; 2. tool-call ids shortened to the nine letters or digits that Mistral's templates
+demand, equal ids staying equal; 3. neighbouring messages of one role joined by an empty line; 4. system
+text put in front of the next user message, an empty line between; 5. both. A template that drops the
+system text silently is treated as if it refused it. What it still refuses is a UsageError.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import re
+import string
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.runtime
+import jinja2.sandbox
+import jinja2.utils
+from jinja2 import nodes
+
+from spmoe_lite.errors import DamagedError, NotFoundError, SpmoeError, UnsupportedError, UsageError
+from spmoe_lite.tokenizer import Tokenizer
+
+MAX_SOURCE_CHARS = 1 << 18  # the largest published templates have about 50,000
+MAX_STEPS = 20_000_000  # about two seconds
+MAX_CHARS = 1 << 26
+MAX_VALUE = 1 << 22
+MAX_NODES = 100_000
+MAX_DEPTH = 200  # of the parsed template
+MAX_NESTING = 64  # of values, and of macro calls
+MAX_WIDTH = 1000  # of a number format, an indent, a padded text
+MAX_INT_BITS = 4096
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """One model's chat template, compiled once; safe to use from several threads."""
+
+    def __init__(self, source: str, tokenizer: Tokenizer, origin: str = "chat template") -> None:
+        """`origin` names the file in messages. DamagedError if it is no template."""
+        self.origin = origin
+        self.source = source
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._sandbox = _Sandbox()
+        self._template = _compile(self._sandbox, source, origin)
+
+    @classmethod
+    def load(
+        cls, folder: Path, tokenizer: Tokenizer, override: Path | None = None
+    ) -> ChatTemplate | None:
+        """`override`, else `chat_template.jinja`, else what tokenizer_config.json says; None if neither.
+
+        Of several named templates the one called "default" counts.
+        """
+        folder = Path(folder)
+        path = Path(override) if override is not None else folder / "chat_template.jinja"
+        if override is not None or path.is_file():
+            return cls(_read_source(path), tokenizer, path.name)
+        path = folder / "tokenizer_config.json"
+        if not path.is_file():
+            return None
+        try:
+            settings = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise DamagedError(
+                f"{path} is not valid JSON ({_one_line(error)}); fetch it again"
+            ) from None
+        source = _named(settings.get("chat_template") if isinstance(settings, dict) else None, path)
+        return cls(source, tokenizer, f"{path.name} (chat_template)") if source else None
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a conversation up to where the answer starts, with exactly one BOS if the model has one."""
+        return self._tokenizer.encode(self.render(messages))
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The text behind `encode`. UsageError for a history that the template cannot take."""
+        history = _checked(messages)
+        if _uses_tools(history) and "tool" not in self.source:
+            raise UsageError(
+                f"this model has no tool support: {self.origin} knows no tool messages; "
+                f"send their content as user messages"
+            )
+        refusal = None
+        for candidate in _candidates(history):
+            try:
+                text = self._run(candidate)
+            except _Refusal as error:
+                refusal = refusal or error
+                continue
+            if _drops_system(candidate, text):
+                refusal = refusal or _Refusal("it drops the system message")
+                continue
+            return text
+        raise self._explain(history, refusal)
+
+    def _run(self, messages: list[dict[str, Any]]) -> str:
+        """Render once; _Refusal for whatever the template raised."""
+        variables = {
+            **self._tokenizer.special_tokens,
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+        with self._lock:
+            budget = self._sandbox.budget = _Budget(_size(messages))
+            try:
+                pieces = []
+                for piece in self._template.generate(variables):
+                    budget.output(len(piece))
+                    pieces.append(piece)
+                return "".join(pieces)
+            except _OverBudget as error:
+                raise DamagedError(
+                    f"{self.origin} is refused: {error}; give another template with --template FILE"
+                ) from None
+            except Exception as error:
+                raise _Refusal(_one_line(error)) from None
+            finally:
+                self._sandbox.budget = _Budget(0)
+
+    def _explain(self, history: list[dict[str, Any]], refusal: Exception | None) -> SpmoeError:
+        """The error for a history that no candidate made acceptable."""
+        spoken = [message for message in history if message["role"] not in ("system", "developer")]
+        if spoken and spoken[0]["role"] == "assistant":
+            return UsageError(
+                f"the conversation starts with an assistant message, which this model's template refuses "
+                f"({refusal}); start with a user message"
+            )
+        try:
+            self._run([{"role": "user", "content": "a"}])
+        except _Refusal as error:
+            return DamagedError(
+                f"{self.origin} cannot be rendered even for one user message ({error}); "
+                f"give another template with --template FILE"
+            )
+        if _uses_tools(history):
+            return UsageError(f"this model's template refuses these tool messages: {refusal}")
+        return UsageError(f"this model's template refuses these messages: {refusal}")
+
+
+class _Refusal(Exception):
+    """The template raised; the message says what."""
+
+
+class _OverBudget(Exception):
+    """The template wants more than its budget."""
+
+
+# Messages
+
+
+def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Plain copies of the messages, so that a template sees data and nothing else."""
+    history = []
+    if isinstance(messages, (str, Mapping)):
+        raise UsageError('messages must be a list such as [{"role": "user", "content": "Hello"}]')
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise UsageError(f'message {i} must be like {{"role": "user", "content": "Hello"}}')
+        copy = _plain(message, f"message {i}")
+        content = copy.get("content")
+        if not isinstance(content, str) and not (content is None and copy.get("tool_calls")):
+            raise UsageError(
+                f"message {i} ({copy['role']}) must have text as its content, not {type(content).__name__}"
+            )
+        history.append(copy)
+    if not any(message["role"] not in ("system", "developer") for message in history):
+        raise UsageError("the conversation has no user message; add one")
+    return history
+
+
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    if depth > MAX_NESTING:
+        raise UsageError(f"{where} is nested more than {MAX_NESTING} deep")
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v, where, depth + 1) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v, where, depth + 1) for v in value]
+    if isinstance(value, str):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    raise UsageError(
+        f"{where} holds a {type(value).__name__}; only text, numbers, lists and objects"
+    )
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value) + 8
+    if isinstance(value, dict):
+        return 8 + sum(8 + _size(v) for v in value.values())
+    return 8 + sum(map(_size, value)) if isinstance(value, list) else 8
+
+
+def _candidates(history: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The history as given, then what templates that refuse it may accept; no duplicates."""
+    short = _short_tool_ids(history)
+    tried: list[list[dict[str, Any]]] = []
+    for candidate in (history, short, _merged(short), _folded(short), _merged(_folded(short))):
+        if candidate and candidate not in tried:
+            tried.append(candidate)
+            yield candidate
+
+
+def _merged(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Neighbouring messages of one role become one, their texts joined by an empty line."""
+    result: list[dict[str, Any]] = []
+    for message in history:
+        last = result[-1] if result else None
+        if (
+            last is not None
+            and last["role"] == message["role"]
+            and _is_text(last)
+            and _is_text(message)
+        ):
+            result[-1] = last | {"content": _joined(last["content"], message["content"])}
+        else:
+            result.append(message)
+    return result
+
+
+def _folded(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """System text moves to the front of the next user message, or else to the end of the last one."""
+    result: list[dict[str, Any]] = []
+    waiting = ""
+    for message in history:
+        if message["role"] in ("system", "developer"):
+            waiting = _joined(waiting, message["content"])
+        elif message["role"] == "user" and waiting:
+            result.append(message | {"content": _joined(waiting, message["content"])})
+            waiting = ""
+        else:
+            result.append(message)
+    if waiting:
+        for i in range(len(result) - 1, -1, -1):
+            if result[i]["role"] == "user":
+                result[i] = result[i] | {"content": _joined(result[i]["content"], waiting)}
+                break
+        else:
+            return []
+    return result
+
+
+def _joined(first: str, second: str) -> str:
+    return f"{first}\n\n{second}" if first and second else first or second
+
+
+def _is_text(message: dict[str, Any]) -> bool:
+    return message["role"] != "tool" and set(message) <= {"role", "content"}
+
+
+def _drops_system(messages: list[dict[str, Any]], text: str) -> bool:
+    return any(
+        message["role"] in ("system", "developer") and message["content"].strip() not in text
+        for message in messages
+    )
+
+
+def _uses_tools(history: list[dict[str, Any]]) -> bool:
+    return any(message["role"] == "tool" or message.get("tool_calls") for message in history)
+
+
+def _short_tool_ids(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every tool-call id that is not nine letters or digits replaced by nine that depend on it alone."""
+    result = []
+    for message in history:
+        message = dict(message)
+        if isinstance(message.get("tool_call_id"), str):
+            message["tool_call_id"] = _nine(message["tool_call_id"])
+        if isinstance(message.get("tool_calls"), list):
+            message["tool_calls"] = [
+                call | {"id": _nine(call["id"])}
+                if isinstance(call, dict) and isinstance(call.get("id"), str)
+                else call
+                for call in message["tool_calls"]
+            ]
+        result.append(message)
+    return result
+
+
+def _nine(call_id: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9]{9}", call_id):
+        return call_id
+    number = int.from_bytes(hashlib.sha256(call_id.encode("utf-8", "replace")).digest(), "big")
+    letters = string.ascii_letters + string.digits
+    return "".join(letters[number // 62**i % 62] for i in range(9))
+
+
+# Sources
+
+
+def _read_source(path: Path) -> str:
+    try:
+        if path.stat().st_size > 4 * MAX_SOURCE_CHARS:
+            raise DamagedError(
+                f"{path} has {path.stat().st_size} bytes, too many for a chat template"
+            )
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise DamagedError(f"{path} is not UTF-8 text; give another with --template FILE") from None
+    except OSError as error:
+        raise NotFoundError(f"cannot read the chat template {path}: {error.strerror}") from None
+
+
+def _named(value: Any, path: Path) -> str:
+    """The template in tokenizer_config.json: text, or a list of {"name", "template"}, or an object."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, list):
+        value = {
+            entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)
+        }
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise DamagedError(f"{path}: chat_template is neither text nor a list of named texts")
+    if not value:
+        return ""
+    if "default" not in value and len(value) > 1:
+        raise UnsupportedError(
+            f"{path} has the chat templates {', '.join(sorted(map(str, value)))} but none named default; "
+            f"save one to a file and give it with --template FILE"
+        )
+    text: str = value.get("default") or next(iter(value.values()))
+    return text
+
+
+def _compile(sandbox: _Sandbox, source: str, origin: str) -> jinja2.Template:
+    remedy = "give another with --template FILE"
+    if len(source) > MAX_SOURCE_CHARS:
+        raise DamagedError(
+            f"{origin} has {len(source)} characters, more than a chat template; {remedy}"
+        )
+    try:
+        tree = sandbox.parse(source)
+        _measure(tree)
+        _Rewriter().visit(tree)
+        return jinja2.Template.from_code(sandbox, sandbox.compile(tree), sandbox.make_globals(None))
+    except jinja2.TemplateSyntaxError as error:
+        raise DamagedError(
+            f"{origin} is not a valid template: line {error.lineno}: {_one_line(error)}; {remedy}"
+        ) from None
+    except Exception as error:
+        raise DamagedError(
+            f"{origin} is not a valid template: {_one_line(error)}; {remedy}"
+        ) from None
+
+
+def _one_line(error: object) -> str:
+    text = " ".join(str(error).split())[:200]
+    return text or type(error).__name__
+
+
+# The budget
+
+
+class _Budget:
+    """What one rendering may still use. `size`: characters of the input, which raise the limits."""
+
+    def __init__(self, size: int) -> None:
+        self.steps = MAX_STEPS + 4 * size
+        self.chars = MAX_CHARS + 16 * size
+        self.value = MAX_VALUE + 4 * size
+        self.printed = 0
+        self.depth = 0
+        # Sizes of nested containers, kept with the container so that an id is not used again.
+        self._known: dict[int, tuple[int, Any]] = {}
+
+    def step(self, count: int = 1) -> None:
+        self.steps -= count
+        if self.steps < 0:
+            raise _OverBudget("it runs for too many steps")
+
+    def make(self, chars: int) -> None:
+        """Account for something about to be created."""
+        self.chars -= chars
+        if chars > self.value or self.chars < 0:
+            raise _OverBudget("it makes too much text")
+        self.step(1 + (chars >> 6))
+
+    def output(self, chars: int) -> None:
+        self.printed += chars
+        if self.printed > self.value:
+            raise _OverBudget(f"it writes more than {self.value} characters")
+
+    def weigh(self, value: Any, depth: int = 0) -> int:
+        """Size of `value` with all it contains, counted once per reference."""
+        if isinstance(value, str):
+            return len(value)
+        if isinstance(value, (list, tuple)):
+            children: Iterable[Any] = value
+            pairs = False
+        elif isinstance(value, _DICTS):
+            children, pairs = value, isinstance(value, dict)
+        elif isinstance(value, int):
+            return 8 + value.bit_length()
+        elif isinstance(value, jinja2.utils.Namespace):
+            raise _OverBudget("it prints or stores a namespace")
+        elif isinstance(value, range):
+            return 8 * len(value)
+        else:
+            return 8
+        known = self._known.get(id(value))
+        if known is not None:
+            return known[0]
+        if depth > MAX_NESTING:
+            raise _OverBudget(f"it nests values more than {MAX_NESTING} deep")
+        total, nested = 8, len(value) > 64
+        for child in children:
+            total += 8 + self.weigh(child, depth + 1)
+            if pairs:
+                child = value[child]
+                total += 8 + self.weigh(child, depth + 1)
+            nested = nested or not isinstance(child, _FLAT)
+            if total > self.value:
+                raise _OverBudget("it builds too large a value")
+        self.step(1 + len(value))
+        if nested:
+            self.step(50)
+            self._known[id(value)] = (total, value)
+        return total
+
+    def touch(self, value: Any) -> Any:
+        """Account for looking at all of `value`."""
+        self.step(1 + (self.weigh(value) >> 6))
+        return value
+
+    def touch_all(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+        for value in args:
+            self.touch(value)
+        for value in kwargs.values():
+            self.touch(value)
+
+    def made(self, value: Any) -> Any:
+        """Account for a new value. Lazy results are computed now, so that they cannot be stacked."""
+        if isinstance(value, Iterator):
+            return iter(self.made(self.listed(value)))
+        if isinstance(value, str):
+            self.make(len(value))
+        elif isinstance(value, (list, tuple, dict)):
+            self.make(8 * len(value))
+            self.touch(value)
+        return value
+
+    def listed(self, values: Iterable[Any]) -> list[Any]:
+        """`list(values)`, refused before it is too long."""
+        if hasattr(values, "__len__"):
+            self.make(8 * len(values))
+            return list(values)
+        result = []
+        for value in values:
+            result.append(value)
+            if 8 * len(result) > self.value:
+                raise _OverBudget("it builds too large a value")
+        return result
+
+    def number(self, value: Any) -> None:
+        """Refuse a width, an indent or a precision that is too large."""
+        if isinstance(value, int) and abs(value) > MAX_WIDTH:
+            raise _OverBudget(f"it pads to {value} characters")
+
+
+_DICTS = (dict, type({}.keys()), type({}.values()), type({}.items()))
+_FLAT = (str, int, float, type(None), jinja2.Undefined)
+
+
+# The sandbox
+
+_BINARY = {"+", "-", "*", "/", "//", "%", "**"}
+
+_STR_METHODS = frozenset(
+    "capitalize casefold count endswith expandtabs find index isalnum isalpha isascii isdecimal isdigit "
+    "isidentifier islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition "
+    "removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split splitlines "
+    "startswith strip swapcase title upper zfill center".split()
+)
+_LIST_METHODS = frozenset("count index copy".split())
+_DICT_METHODS = frozenset("get items keys values copy".split())
+
+# Filters of jinja2 that are offered; the others either multiply their input or serve web pages.
+_FILTERS = frozenset(
+    "abs attr capitalize center count d default dictsort e escape first float format indent int items join "
+    "last length list lower map max min reject rejectattr replace reverse round safe select selectattr "
+    "sort string sum title trim truncate unique upper wordcount".split()
+)
+_SHALLOW = frozenset(
+    "abs attr count d default first last length".split()
+)  # look at no more than one item
+_COMPARING_TESTS = frozenset(
+    "in == eq equalto != ne > gt greaterthan ge >= < lt lessthan <= le".split()
+)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """`namespace()` without names that start with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, args = args[0], args[1:]
+        values = dict(*args, **kwargs)
+        for name in values:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot store {name!r}")
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """{% generation %} marks answers for training; here it is its content."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+class _Formatter(jinja2.sandbox.SandboxedFormatter):
+    """`str.format` whose widths and results are counted."""
+
+    def __init__(self, sandbox: _Sandbox) -> None:
+        self._budget = sandbox.budget
+        super().__init__(sandbox)
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        self._budget.make(self._budget.weigh(value))
+        return super().convert_field(value, conversion)
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        for digits in re.findall(r"\d+", format_spec):
+            self._budget.number(int(digits[:9]))
+        self._budget.make(self._budget.weigh(value))
+        return super().format_field(value, format_spec)
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """jinja2's immutable sandbox with the reference library's settings and a budget."""
+
+    intercepted_binops = frozenset(_BINARY)
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+            finalize=self._print,
+        )
+        self.budget = _Budget(0)
+        functions: dict[str, Any] = {
+            "range": jinja2.sandbox.safe_range,
+            "dict": lambda *args, **kwargs: dict(*args, **kwargs),
+            "namespace": _Namespace,
+            "cycler": jinja2.utils.Cycler,
+            "joiner": jinja2.utils.Joiner,
+            "raise_exception": _raise_exception,
+            "strftime_now": _strftime_now,
+        }
+        self.globals.clear()
+        self.globals.update(functions)
+        self._functions = {id(function) for function in functions.values()}
+        self.filters = {name: self._limited(name, self.filters[name]) for name in _FILTERS}
+        self.filters["tojson"] = self._to_json
+        self.filters["sum"] = self._sum
+        self.filters |= self._counters()
+        for name in _COMPARING_TESTS:
+            self.tests[name] = self._limited_test(self.tests[name])
+
+    # Output, operators, calls
+
+    def _print(self, value: Any) -> Any:
+        if not isinstance(value, jinja2.Undefined):
+            self.budget.make(self.budget.weigh(value))
+        return value
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        budget = self.budget
+        if operator == "%" and isinstance(left, str):
+            self._check_percent(left, right)
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            if left.bit_length() * abs(right) > MAX_INT_BITS:
+                raise _OverBudget(f"it raises a number to the power of {right}")
+        elif operator == "*" and isinstance(left, int) and isinstance(right, int):
+            if left.bit_length() + right.bit_length() > MAX_INT_BITS:
+                raise _OverBudget("it multiplies very large numbers")
+        elif operator == "*":
+            for many, times in ((left, right), (right, left)):
+                if isinstance(many, (str, list, tuple)) and isinstance(times, int):
+                    budget.make(max(times, 0) * (budget.weigh(many) + 8))
+        elif operator == "+" and isinstance(left, (str, list, tuple)):
+            budget.make(budget.weigh(left) + budget.weigh(right))
+        budget.step()
+        return budget.made(super().call_binop(context, operator, left, right))
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        self.budget.touch(argument)
+        return super().getitem(obj, argument)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """`str.format` and `format_map` as a counted function."""
+        owner = getattr(value, "__self__", None)
+        if not isinstance(owner, str) or not isinstance(value, types.BuiltinMethodType):
+            return super().wrap_str_format(value)
+        if value.__name__ not in ("format", "format_map"):
+            return None
+
+        def run(*args: Any, **kwargs: Any) -> str:
+            if value.__name__ == "format_map":
+                args, kwargs = (), dict(*args)
+            text: str = _Formatter(self).vformat(str(owner), args, kwargs)
+            return text
+
+        run.is_counted = True  # type: ignore[attr-defined]
+        return run
+
+    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        budget = self.budget
+        budget.touch_all(args, kwargs) if not self._takes_namespaces(obj) else budget.step()
+        if isinstance(obj, types.BuiltinMethodType):
+            args = self._check_method(obj, args, kwargs)
+        elif not self._is_offered(obj):
+            raise jinja2.exceptions.SecurityError(f"a {type(obj).__name__} cannot be called here")
+        budget.depth += 1
+        if budget.depth > MAX_NESTING:
+            raise _OverBudget(f"its macros call each other more than {MAX_NESTING} deep")
+        try:
+            return budget.made(super().call(context, obj, *args, **kwargs))
+        finally:
+            budget.depth -= 1
+
+    def _takes_namespaces(self, obj: Any) -> bool:
+        return isinstance(obj, jinja2.runtime.Macro) or obj is _Namespace
+
+    def _is_offered(self, obj: Any) -> bool:
+        if id(obj) in self._functions or getattr(obj, "is_counted", False):
+            return True
+        if isinstance(obj, types.MethodType):
+            return isinstance(obj.__self__, (jinja2.runtime.LoopContext, jinja2.utils.Cycler))
+        return isinstance(obj, (jinja2.runtime.Macro, jinja2.utils.Joiner, jinja2.Undefined))
+
+    def _check_method(self, method: Any, args: Any, kwargs: Any) -> Any:
+        """Refuse methods that are not on the list; count what the others are about to make."""
+        owner, name, budget = method.__self__, method.__name__, self.budget
+        for kind, names in ((str, _STR_METHODS), (dict, _DICT_METHODS)):
+            if isinstance(owner, kind) and name in names:
+                break
+        else:
+            if not isinstance(owner, (list, tuple)) or name not in _LIST_METHODS:
+                raise jinja2.exceptions.SecurityError(
+                    f"{type(owner).__name__}.{name} is not offered here"
+                )
+        if name in _DICT_METHODS and isinstance(owner, dict):
+            budget.step()
+            return args
+        budget.touch(owner)
+        if name == "join" and args:
+            args = (budget.listed(args[0]), *args[1:])
+            budget.make(budget.weigh(args[0]) + len(args[0]) * len(owner))
+        elif name == "replace" and len(args) >= 2:
+            self._check_replace(owner, args[0], args[1])
+        elif name in ("center", "ljust", "rjust", "zfill", "expandtabs"):
+            for value in (*args, *kwargs.values()):
+                budget.number(value)
+            budget.make((len(owner) + 1) * 8 if name != "expandtabs" else len(owner) * MAX_WIDTH)
+        elif name in ("split", "rsplit", "splitlines"):
+            budget.make(8 * len(owner))
+        return args
+
+    def _check_replace(self, text: Any, old: Any, new: Any) -> None:
+        if isinstance(text, str) and isinstance(old, str) and isinstance(new, str):
+            self.budget.make(len(text) + (text.count(old) if old else len(text) + 1) * len(new))
+
+    def _check_percent(self, text: str, values: Any) -> None:
+        if "*" in text:
+            raise _OverBudget("it takes the width of a number format from a value")
+        for digits in re.findall(r"\d+", text):
+            self.budget.number(int(digits[:9]))
+        self.budget.make(len(text) + text.count("%") * (self.budget.weigh(values) + MAX_WIDTH))
+
+    # Filters and tests
+
+    def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter that accounts for its arguments and its result."""
+        skip = 1 if hasattr(function, "jinja_pass_arg") else 0
+        check = getattr(self, f"_check_filter_{name}", None)
+
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            budget = self.budget
+            if name in _SHALLOW:
+                budget.step()
+                return function(*args, **kwargs)
+            args = (*args[:skip], *map(self._settled, args[skip:]))
+            budget.touch_all(args[skip:], kwargs)
+            if check is not None:
+                check(*args[skip:], **kwargs)
+            result = function(*args, **kwargs)
+            return result if name in ("min", "max", "safe") else budget.made(result)
+
+        return run
+
+    def _settled(self, value: Any) -> Any:
+        return self.budget.listed(value) if isinstance(value, Iterator) else value
+
+    def _check_filter_center(self, value: Any, width: Any = 80) -> None:
+        self.budget.number(width)
+
+    def _check_filter_indent(
+        self, s: Any, width: Any = 4, first: Any = False, blank: Any = False
+    ) -> None:
+        self.budget.number(width)
+        indent = len(width) if isinstance(width, str) else int(width)
+        self.budget.make((str(s).count("\n") + 2) * indent + self.budget.weigh(s))
+
+    def _check_filter_round(self, value: Any, precision: Any = 0, method: Any = "common") -> None:
+        if not isinstance(precision, int) or abs(precision) > 100:
+            raise _OverBudget(f"it rounds to {precision} digits")
+
+    def _check_filter_replace(self, s: Any, old: Any, new: Any, count: Any = None) -> None:
+        self._check_replace(str(s), str(old), str(new))
+
+    def _check_filter_join(self, value: Any, d: Any = "", attribute: Any = None) -> None:
+        if hasattr(value, "__len__"):
+            self.budget.make(self.budget.weigh(value) + len(value) * len(str(d)))
+
+    def _check_filter_format(self, value: Any, *args: Any, **kwargs: Any) -> None:
+        self._check_percent(str(value), kwargs or args)
+
+    def _check_filter_int(self, value: Any, default: Any = 0, base: Any = 10) -> None:
+        if isinstance(value, str) and len(value) > MAX_WIDTH:
+            raise _OverBudget(f"it reads a number of {len(value)} digits")
+
+    def _sum(self, iterable: Any, attribute: Any = None, start: Any = 0) -> Any:
+        """Numbers only: adding lists one by one takes quadratic time."""
+        values = self.budget.listed(iterable)
+        if attribute is not None:
+            values = [self.getitem(value, attribute) for value in values]
+        if not all(isinstance(value, (int, float)) for value in (*values, start)):
+            raise TypeError("the filter sum adds numbers only")
+        self.budget.touch(values)
+        return sum(values, start)
+
+    def _to_json(
+        self,
+        x: Any,
+        ensure_ascii: bool = False,
+        indent: Any = None,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """The reference library's `tojson`: no HTML escapes. Written piece by piece so that it can stop."""
+        self.budget.touch(x)
+        self.budget.number(indent)
+        encoder = json.JSONEncoder(
+            ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+        pieces = []
+        for piece in encoder.iterencode(x):
+            self.budget.make(len(piece))
+            pieces.append(piece)
+        self.budget.make(sum(map(len, pieces)))
+        return "".join(pieces)
+
+    def _limited_test(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            self.budget.touch_all(args, {})
+            return function(*args)
+
+        return run
+
+    # What the rewritten template calls. Each takes the context so that jinja2 never evaluates one
+    # at compile time; the colon keeps the names out of a template's reach.
+
+    def _counters(self) -> dict[str, Callable[..., Any]]:
+        @jinja2.pass_context
+        def loop(context: Any, values: Any, steps: int, chars: int) -> list[Any]:
+            result = self.budget.listed(values)
+            self.budget.step(len(result) * steps)
+            self.budget.chars -= len(result) * chars
+            self.budget.make(0)
+            return result
+
+        @jinja2.pass_context
+        def body(context: Any, steps: int, chars: int) -> str:
+            self.budget.step(steps)
+            self.budget.make(chars)
+            return ""
+
+        @jinja2.pass_context
+        def literal(context: Any, value: Any) -> Any:
+            return self.budget.made(value)
+
+        @jinja2.pass_context
+        def compared(context: Any, value: Any) -> Any:
+            return (
+                self.budget.touch(value) if not isinstance(value, jinja2.utils.Namespace) else value
+            )
+
+        @jinja2.pass_context
+        def sliced(context: Any, value: Any) -> Any:
+            self.budget.make(self.budget.weigh(value))
+            return value
+
+        @jinja2.pass_context
+        def concat(context: Any, *values: Any) -> str:
+            self.budget.make(sum(map(self.budget.weigh, values)))
+            return "".join(map(str, values))
+
+        return {
+            "limit:loop": loop,
+            "limit:body": body,
+            "limit:literal": literal,
+            "limit:compared": compared,
+            "limit:sliced": sliced,
+            "limit:concat": concat,
+        }
+
+
+def _raise_exception(message: Any) -> None:
+    raise jinja2.exceptions.TemplateError(str(message))
+
+
+def _strftime_now(format: str) -> str:
+    if len(format) > 256:
+        raise _OverBudget("it formats a date with more than 256 characters")
+    return datetime.datetime.now().strftime(format)
+
+
+# The rewriting
+
+_REFUSED = (nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport, nodes.Block)
+
+
+def _measure(tree: nodes.Template) -> None:
+    """Refuse what no chat template needs, without recursion."""
+    count = 0
+    waiting: list[tuple[nodes.Node, int]] = [(tree, 0)]
+    while waiting:
+        node, depth = waiting.pop()
+        count += 1
+        if depth > MAX_DEPTH or count > MAX_NODES:
+            raise ValueError("too deeply nested" if depth > MAX_DEPTH else "too long")
+        if isinstance(node, _REFUSED) or (isinstance(node, nodes.For) and node.recursive):
+            raise ValueError(
+                f"line {node.lineno}: {type(node).__name__.lower()} is not offered to chat templates"
+            )
+        waiting.extend((child, depth + 1) for child in node.iter_child_nodes())
+
+
+def _cost(children: Iterable[nodes.Node]) -> tuple[int, int]:
+    """(nodes, characters of fixed text) of a body."""
+    count = chars = 0
+    waiting = list(children)
+    while waiting:
+        node = waiting.pop()
+        count += 1
+        if isinstance(node, nodes.TemplateData):
+            chars += len(node.data)
+        waiting.extend(node.iter_child_nodes())
+    return count, chars
+
+
+def _filtered(name: str, node: nodes.Expr, args: list[nodes.Expr] | None = None) -> nodes.Filter:
+    return nodes.Filter(node, f"limit:{name}", args or [], [], None, None, lineno=node.lineno)
+
+
+class _Rewriter(jinja2.visitor.NodeTransformer):
+    """Puts the counting filters where the sandbox has no hook."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:
+        test = [node.test] if node.test is not None else []
+        steps, chars = _cost([*node.body, *test])
+        self.generic_visit(node)
+        node.iter = _filtered("loop", node.iter, [nodes.Const(steps), nodes.Const(chars)])
+        return node
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
+        return self._counted(node)
+
+    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.CallBlock:
+        return self._counted(node)
+
+    def _counted(self, node: Any) -> Any:
+        steps, chars = _cost([*node.body, *node.defaults])
+        self.generic_visit(node)
+        charge = _filtered("body", nodes.Const(steps, lineno=node.lineno), [nodes.Const(chars)])
+        node.body.insert(0, nodes.ExprStmt(charge, lineno=node.lineno))
+        return node
+
+    def _literal(self, node: Any) -> nodes.Node:
+        self.generic_visit(node)
+        return node if getattr(node, "ctx", "load") != "load" else _filtered("literal", node)
+
+    visit_List = _literal
+    visit_Tuple = _literal
+    visit_Dict = _literal
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _filtered("concat", node.nodes[0], list(node.nodes[1:]))
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
+        self.generic_visit(node)
+        for holder in (node, *node.ops):
+            if not isinstance(holder.expr, nodes.Const):
+                holder.expr = _filtered("compared", holder.expr)
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Getitem:
+        self.generic_visit(node)
+        if isinstance(node.arg, nodes.Slice):
+            node.node = _filtered("sliced", node.node)
+        return node
