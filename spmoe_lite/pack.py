@@ -42,6 +42,7 @@ import torch
 from spmoe_lite import manifest as m
 from spmoe_lite.config import DTYPE_BYTES, ExpertLayout, ModelConfig
 from spmoe_lite.errors import BusyError, DamagedError, UsageError
+from spmoe_lite.manifest import JOURNAL as JOURNAL
 from spmoe_lite.manifest import expert_layout as expert_layout
 from spmoe_lite.progress import OnProgress, Progress, check
 
@@ -507,6 +508,25 @@ class PackWriter:
         _write_json(self.partial / m.JOURNAL, {"head": self._head, "files": self._files})
 
     # Finishing
+
+    def verify(self, on_progress: OnProgress | None = None) -> None:
+        """Read every finished file back and hash it; `DamagedError` names one that is not as written."""
+        total = sum(entry["size"] for entry in self._files.values())
+        done = 0
+        for name, entry in self._files.items():
+            path = self.partial / name
+
+            def report(count: int, before: int = done) -> None:
+                if on_progress is not None:
+                    on_progress(Progress("verify", before + count, total, "bytes"))
+
+            with m.open_listed(self.partial, name, entry["size"]) as file:
+                if _hash_file(file, path, self.cancel, report) != entry["sha256"]:
+                    raise DamagedError(
+                        f"{path} reads back other bytes than were written; the disk or its cable "
+                        f"may be failing"
+                    )
+            done += entry["size"]
 
     def finish(self, audit: dict[str, Any], num_tokens: int) -> Path:
         """Write the manifest, check the whole as a reader would, and rename it into place.

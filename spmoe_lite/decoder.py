@@ -1,0 +1,191 @@
+"""One speculative step after another: draft, verify, commit.
+
+    draft proposes    d1 .. dN, one pass each; every layer's state goes to `prefetcher.observe`
+    target verifies   one pass over the newest token and d1 .. dN, N + 1 rows of logits
+    verify            the target's own tokens, as far as the draft agreed, and one more
+    commit            the conversation grows, both caches forget the rejected rows
+
+Without a draft, at the end of the context, past the draft's context and for the first pass over a prompt,
+N is 0 and the same code is a plain step. A prompt is fed in chunks; everything that changes the
+conversation, recency and statistics happens in `commit`, when it is known which tokens are kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from spmoe_lite.cutoff import Drift, cutoff_layer, expected_copies
+from spmoe_lite.model import Transformer
+from spmoe_lite.prefetch import Prefetcher
+from spmoe_lite.progress import OnProgress, Progress, check
+from spmoe_lite.sampling import Sampler
+from spmoe_lite.session import Session
+from spmoe_lite.stats import Counters
+from spmoe_lite.store import ExpertStore
+from spmoe_lite.verify import Verdict, verify
+
+log = logging.getLogger("spmoe_lite")
+
+PREFILL_CHUNK = 512  # rows of one prefill pass
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step found; `Decoder.commit` says how much of it is kept."""
+
+    verdict: Verdict
+    num_drafted: int
+    num_pending: int  # rows of the pass before the first draft token
+
+
+class Decoder:
+    """Target, optional draft, one conversation. Not thread-safe: the engine lends it to one caller."""
+
+    def __init__(
+        self,
+        target: Transformer,
+        draft: Transformer | None,
+        session: Session,
+        *,
+        store: ExpertStore | None,
+        prefetcher: Prefetcher | None,
+        counters: Counters,
+        drift: Drift,
+        draft_tokens: int,
+        cutoff: int | None,
+        critical_experts: int,
+    ):
+        self.target = target
+        self.draft = draft
+        self.session = session
+        self.store = store
+        self.prefetcher = prefetcher
+        self.counters = counters
+        self.drift = drift
+        self.draft_tokens = draft_tokens
+        self.last_cutoff = 0  # layers the last draft was allowed to prefetch for
+        self._cutoff = cutoff
+        self._critical_experts = critical_experts
+        self._draft_full = False  # said once
+
+    @torch.inference_mode()
+    def prefill(
+        self, cancel: threading.Event | None = None, on_progress: OnProgress | None = None
+    ) -> None:
+        """Feed the prompt to the target in chunks, but for its last one, which `step` takes."""
+        with self._on_device():
+            self._prefill(cancel, on_progress)
+
+    def _prefill(self, cancel: threading.Event | None, on_progress: OnProgress | None) -> None:
+        kv = self.session.target_kv
+        start, total = kv.length, len(self.session.tokens)
+        while total - kv.length > PREFILL_CHUNK:
+            check(cancel)
+            self._target_pass(self.session.pending(kv)[:PREFILL_CHUNK], 1, cancel)
+            self._end_pass(PREFILL_CHUNK)
+            if on_progress is not None:
+                on_progress(Progress("prefill", kv.length - start, total - start, "tokens"))
+
+    @torch.inference_mode()
+    def step(self, sampler: Sampler, room: int, cancel: threading.Event | None = None) -> Step:
+        """Draft and verify once; at most `room` tokens will be kept. Changes no conversation."""
+        session = self.session
+        pending = session.pending(session.target_kv)
+        count = min(self.draft_tokens, room - 1) if len(pending) == 1 else 0
+        with self._on_device():
+            proposal = self._propose(count, sampler, cancel)
+            check(cancel)
+            logits = self._target_pass(pending + proposal, len(proposal) + 1, cancel)
+            verdict = verify(proposal, logits, sampler, session.tokens)
+        return Step(verdict, len(proposal), len(pending))
+
+    def commit(self, step: Step, count: int) -> None:
+        """Keep the first `count` tokens of the verdict: the only place where anything changes."""
+        self._end_pass(step.num_pending + count - 1)
+        self.session.commit(step.verdict.tokens[:count])
+        cut_short = count < len(step.verdict.tokens)
+        self.counters.drafted += count if cut_short else step.num_drafted
+        self.counters.accepted += min(count, step.verdict.num_accepted)
+        self.counters.steps += 1
+        self.counters.tokens += count
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """The current device is a thread's own: the caller's thread may have another one."""
+        if self.target.device.type == "cuda":
+            return torch.cuda.device(self.target.device)
+        return nullcontext()
+
+    def _propose(self, count: int, sampler: Sampler, cancel: threading.Event | None) -> list[int]:
+        """Up to `count` draft tokens; fewer at the end of the draft's context."""
+        if self.draft is None:
+            return []
+        kv, tokens = self.session.draft_kv, list(self.session.tokens)
+        if len(tokens) + count - 1 > kv.capacity:
+            count = max(0, kv.capacity - len(tokens) + 1)
+            if not self._draft_full:
+                self._draft_full = True
+                log.warning(
+                    "the draft's context of %d tokens is full: from here on it is off", kv.capacity
+                )
+        if count <= 0:
+            return []
+        if self.prefetcher is not None:
+            self.last_cutoff = self._cutoff_layer(count)
+            self.prefetcher.start_step(self.last_cutoff)
+        observe = None if self.prefetcher is None else self.prefetcher.observe
+        known = len(tokens)
+        started = time.perf_counter()
+        for _ in range(count):
+            check(cancel)
+            while len(tokens) - kv.length > PREFILL_CHUNK:
+                self.draft.forward(tokens[kv.length :][:PREFILL_CHUNK], kv)
+                check(cancel)
+            logits = self.draft.forward(tokens[kv.length :], kv, on_attention=observe)[0]
+            tokens.append(sampler.pick_row(logits, tokens))
+        if (
+            known - self.session.prompt_length > 1
+        ):  # the first draft of an answer also reads the prompt
+            self.drift.observe(draft_token_ms=(time.perf_counter() - started) * 1e3 / count)
+        return tokens[known:]
+
+    def _target_pass(
+        self, tokens: Sequence[int], logits_rows: int, cancel: threading.Event | None
+    ) -> torch.Tensor:
+        if self.store is not None:
+            self.store.cancel = cancel
+        started, stalled = time.perf_counter(), self.counters.stall_seconds
+        logits = self.target.forward(list(tokens), self.session.target_kv, logits_rows=logits_rows)
+        if len(tokens) <= self.draft_tokens + 1:
+            stalled = self.counters.stall_seconds - stalled
+            milliseconds = (time.perf_counter() - started - stalled) * 1e3
+            self.drift.observe(target_layer_ms=milliseconds / len(self.target.blocks))
+        return logits
+
+    def _end_pass(self, accepted_rows: int) -> None:
+        if self.prefetcher is not None:
+            self.prefetcher.end_step(accepted_rows)
+        if self.store is not None:
+            self.store.end_pass(accepted_rows)
+
+    def _cutoff_layer(self, num_draft_tokens: int) -> int:
+        """Layers to prefetch for, as measured or as the user fixed it."""
+        if self._cutoff is not None:
+            return self._cutoff
+        c, table = self.target.config, self.store.table
+        resident = table.num_slots / (c.num_hidden_layers * c.num_local_experts)
+        return cutoff_layer(
+            self.drift.profile,
+            num_layers=c.num_hidden_layers,
+            num_draft_tokens=num_draft_tokens,
+            copies_per_layer=expected_copies(
+                c.num_local_experts, self._critical_experts, num_draft_tokens, resident
+            ),
+            free_slots=table.num_slots - c.num_experts_per_tok if table.shared else table.num_slots,
+        )

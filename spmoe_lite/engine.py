@@ -1,0 +1,506 @@
+"""The engine: two models, the slots between them, one conversation; the library's front door.
+
+    with Engine.load("mixtral-8x7b", draft="mistral-7b") as engine:
+        for piece in engine.chat([{"role": "user", "content": "Hello"}]):
+            print(piece, end="", flush=True)
+
+`load` opens the packs, makes the memory plan (refused before anything is loaded if it cannot fit), loads
+the dense weights and allocates the slab; experts come on demand. One caller at a time: a second one waits
+or gets `BusyError`, as asked. `close` ends what is running, stops the worker and gives every byte back.
+
+Nothing here prints, installs a signal handler, changes an environment variable or a torch global, or
+downloads anything.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import platform
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from spmoe_lite import library as packs
+from spmoe_lite.chat_template import ChatTemplate
+from spmoe_lite.config import SamplingParams
+from spmoe_lite.cutoff import Drift, Profile, load_profile
+from spmoe_lite.decoder import PREFILL_CHUNK, Decoder
+from spmoe_lite.errors import (
+    BusyError,
+    CapacityError,
+    DamagedError,
+    SpmoeError,
+    UnsupportedError,
+    UsageError,
+)
+from spmoe_lite.generation import Generation, Run
+from spmoe_lite.kvcache import KVCache
+from spmoe_lite.model import Transformer
+from spmoe_lite.pack import Pack
+from spmoe_lite.plan import ModelSize, Plan, make_plan, parse_size
+from spmoe_lite.predictor import ExpertPredictor
+from spmoe_lite.prefetch import Prefetcher
+from spmoe_lite.progress import OnProgress, check
+from spmoe_lite.session import Session
+from spmoe_lite.slab import make_slab
+from spmoe_lite.slots import POLICIES, SlotTable
+from spmoe_lite.stats import Counters
+from spmoe_lite.store import ExpertStore
+from spmoe_lite.tokenizer import Tokenizer
+
+log = logging.getLogger("spmoe_lite")
+
+DEFAULT_CONTEXT = 8192
+MAX_DRAFT_TOKENS = 31  # a verify pass of at most 32 rows
+
+
+class Engine:
+    """A target model, perhaps a draft, and the conversation they are in."""
+
+    def __init__(self, target: Pack, draft: Pack | None, device: torch.device):
+        """Use `Engine.load`."""
+        self.device = device
+        self.counters = Counters()
+        self.plan: Plan
+        self.tokenizer: Tokenizer
+        self.template: ChatTemplate | None
+        self.default_sampling: SamplingParams
+        self.decoder: Decoder
+        self.ctx_size: int
+        self.num_tokens: int
+        self.eos_ids: frozenset[int]
+        self.notices: list[str] = []  # what the user should know about this pair, one line each
+        self.profile_path: Path | None = None
+        self._packs = [pack for pack in (target, draft) if pack is not None]
+        self._prefetcher: Prefetcher | None = None
+        self._free = threading.Condition()
+        self._holder: Run | None = None
+        self._holder_thread = 0
+        self._closed = False
+
+    @classmethod
+    def load(
+        cls,
+        target: str | Path,
+        draft: str | Path | None = None,
+        *,
+        device: str = "auto",
+        vram: str | int | float = "auto",
+        slots: int | None = None,
+        ctx_size: int | None = None,
+        draft_tokens: int = 4,
+        prefetch: bool = True,
+        critical_experts: int | None = None,
+        cutoff: int | None = None,
+        policy: str = "layer-lru",
+        template: Path | None = None,
+        home: Path | None = None,
+        cancel: threading.Event | None = None,
+        on_plan: Any = None,
+        on_progress: OnProgress | None = None,
+    ) -> Engine:
+        """Load packs by path or name.
+
+        device: "auto", "cpu", "cuda", "cuda:N". vram: bytes, "20GiB", a fraction, or "auto" (free VRAM
+        less 10 %; without a GPU half of the available RAM). slots: experts held at once, overrides what
+        vram allows. ctx_size: tokens of prompt and answer together. draft_tokens: proposals per step.
+        critical_experts: experts prefetched per draft token and layer (default: the router's k).
+        cutoff: layers to prefetch for (default: from measured times). on_plan(plan) is called before
+        anything is loaded.
+
+        Raises NotFoundError, DamagedError, UnsupportedError (pair), CapacityError, Cancelled.
+        """
+        check(cancel)
+        if policy not in POLICIES:
+            raise UsageError(f"--policy {policy}: one of {', '.join(POLICIES)}")
+        if not 0 <= draft_tokens <= MAX_DRAFT_TOKENS:
+            raise UsageError(f"--draft-tokens {draft_tokens}: 0 to {MAX_DRAFT_TOKENS}")
+        place = _device(device)
+        target_pack = Pack.open(packs.find(target, home))
+        engine = None
+        try:
+            draft_pack = None if draft is None else Pack.open(packs.find(draft, home))
+            engine = cls(target_pack, draft_pack, place)
+            engine._read_texts(template)
+            engine._make_plan(vram, slots, ctx_size, draft_tokens)
+            if on_plan is not None:
+                on_plan(engine.plan)
+            engine._load_models(
+                draft_tokens=draft_tokens,
+                prefetch=prefetch,
+                critical_experts=critical_experts,
+                cutoff=cutoff,
+                policy=policy,
+                home=home,
+                cancel=cancel,
+                on_progress=on_progress,
+            )
+            for pack in engine._packs:
+                packs.touch_used(pack.path)
+        except BaseException:
+            if engine is None:
+                target_pack.close()
+            else:
+                engine.close()
+            raise
+        return engine
+
+    # --- answering -----------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        sampling: SamplingParams | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        wait: bool = True,
+        cancel: threading.Event | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> Generation:
+        """Continue a text, or a sequence of token ids. Nothing runs before the first piece is asked for."""
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self._generation(tokens, sampling, max_tokens, stop, wait, cancel, on_progress)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        sampling: SamplingParams | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        wait: bool = True,
+        cancel: threading.Event | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> Generation:
+        """Answer a conversation of {"role", "content"} messages through the model's chat template.
+
+        What the conversation shares with the one before is not computed again.
+        """
+        if self.template is None:
+            raise UnsupportedError(
+                f"{self._packs[0].name} has no chat template: use `run` or `generate`, "
+                f"or give one with --template FILE"
+            )
+        tokens = self.template.encode([dict(message) for message in messages])
+        return self._generation(tokens, sampling, max_tokens, stop, wait, cancel, on_progress)
+
+    def _generation(
+        self,
+        tokens: list[int],
+        sampling: SamplingParams | None,
+        max_tokens: int | None,
+        stop: Sequence[str],
+        wait: bool,
+        cancel: threading.Event | None,
+        on_progress: OnProgress | None,
+    ) -> Generation:
+        if self._closed:
+            raise BusyError("the engine is closed")
+        if not tokens:
+            raise UsageError("the prompt is empty")
+        if len(tokens) >= self.ctx_size:
+            raise CapacityError(
+                f"the prompt has {len(tokens)} tokens, the context {self.ctx_size}, one of them for "
+                f"the answer: shorten the prompt or raise --ctx-size"
+            )
+        if bad := next((t for t in tokens if not 0 <= t < self.num_tokens), None):
+            raise UsageError(f"token id {bad} is outside the vocabulary of {self.num_tokens}")
+        if max_tokens is not None and max_tokens < 1:
+            raise UsageError(f"--max-tokens {max_tokens}: at least 1")
+        run = Run(
+            self,
+            tokens,
+            sampling=sampling or self.default_sampling,
+            max_tokens=max_tokens,
+            stop=stop,
+            wait=wait,
+            cancel=cancel,
+            on_progress=on_progress,
+        )
+        return Generation(run)
+
+    # --- one caller at a time ------------------------------------------------------------------
+
+    def try_hold(self, run: Run) -> bool:
+        """Lend the engine to one answer; False if another one has it."""
+        with self._free:
+            if self._closed:
+                raise BusyError("the engine is closed")
+            if self._holder is not None:
+                return False
+            self._holder = run
+            self._holder_thread = threading.get_ident()
+            return True
+
+    def let_go(self) -> None:
+        with self._free:
+            self._holder = None
+            self._free.notify_all()
+
+    def wait_free(self, seconds: float) -> None:
+        with self._free:
+            if self._holder is not None:
+                self._free.wait(seconds)
+
+    def held_by_this_thread(self) -> bool:
+        with self._free:
+            return self._holder is not None and self._holder_thread == threading.get_ident()
+
+    def close(self) -> None:
+        """End what is running, stop the worker, free every byte. Idempotent, from any thread."""
+        with self._free:
+            self._closed = True
+            holder = self._holder
+        if holder is not None:
+            holder.close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
+        self.__dict__.pop("decoder", None)
+        for pack in self._packs:
+            pack.close()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Totals since loading: counters, profile, slots, notices."""
+        if self._closed:
+            raise BusyError("the engine is closed")
+        decoder = self.decoder
+        return {
+            "counters": self.counters.copy(),
+            "profile": decoder.drift.profile.to_dict(),
+            "slots": self.plan.slots,
+            "experts": self.plan.expert_count,
+            "policy": None if decoder.store is None else decoder.store.table.policy,
+            "cutoff_layer": decoder.last_cutoff,
+            "prefetch_paused": self._prefetcher is not None and self._prefetcher.paused,
+            "notices": list(self.notices),
+        }
+
+    # --- loading -------------------------------------------------------------------------------
+
+    def _read_texts(self, template: Path | None) -> None:
+        """Tokenizer, template and sampling defaults; refuses a draft of another vocabulary."""
+        target, *drafts = self._packs
+        self.tokenizer = Tokenizer.load(target.path, target.config)
+        for draft in drafts:
+            other = Tokenizer.load(draft.path, draft.config)
+            self.tokenizer.check_draft(other, target.config.vocab_size, draft.config.vocab_size)
+        self.num_tokens = min(self.tokenizer.num_tokens, target.config.vocab_size)
+        self.eos_ids = frozenset(self.tokenizer.eos_ids)
+        self.template = ChatTemplate.load(target.path, self.tokenizer, override=template)
+        self.default_sampling = _default_sampling(target.path)
+
+    def _make_plan(
+        self, vram: str | int | float, slots: int | None, ctx_size: int | None, draft_tokens: int
+    ) -> None:
+        target = self._packs[0]
+        longest = target.config.max_position_embeddings
+        if ctx_size is not None and not 2 <= ctx_size <= longest:
+            raise UsageError(f"--ctx-size {ctx_size}: {target.name} takes 2 to {longest}")
+        self.ctx_size = ctx_size or min(longest, DEFAULT_CONTEXT)
+        available = _available_bytes(self.device)
+        if vram == "auto":
+            share = 0.9 if self.device.type == "cuda" or slots is not None else 0.5
+            budget = int(available * share)
+        else:
+            budget = parse_size(vram, available)
+        sizes = [
+            ModelSize(
+                pack.config,
+                pack.dense_bytes(),
+                pack.dense_dtype,
+                0 if pack.expert_layout is None else pack.expert_layout.stride,
+            )
+            for pack in self._packs
+        ]
+        self.plan = make_plan(
+            sizes[0],
+            sizes[1] if len(sizes) > 1 else None,
+            device=str(self.device),
+            budget=budget,
+            slots=slots,
+            context=self.ctx_size,
+            rows=max(min(PREFILL_CHUNK, self.ctx_size), draft_tokens + 1),
+            read_rate=_read_rate(target),
+            memory_rate=_memory_rate(self.device),
+        )
+
+    def _load_models(
+        self,
+        *,
+        draft_tokens: int,
+        prefetch: bool,
+        critical_experts: int | None,
+        cutoff: int | None,
+        policy: str,
+        home: Path | None,
+        cancel: threading.Event | None,
+        on_progress: OnProgress | None,
+    ) -> None:
+        target_pack, *draft_packs = self._packs
+        c = target_pack.config
+        target, store = self._load_model(
+            target_pack, self.plan.slots, policy, self.ctx_size, self.counters, cancel, on_progress
+        )
+        target_kv = self._kv_cache(target, self.ctx_size)
+        draft = draft_kv = None
+        if draft_packs:
+            config = draft_packs[0].config
+            length = min(self.ctx_size, config.max_position_embeddings)
+            every = config.num_hidden_layers * config.num_local_experts
+            draft, _ = self._load_model(
+                draft_packs[0], every, policy, length, Counters(), cancel, on_progress
+            )
+            draft_kv = self._kv_cache(draft, length)
+        critical = critical_experts or c.num_experts_per_tok
+        if draft is not None and store is not None and prefetch and not store.table.all_fit:
+            if ExpertPredictor.fits(c, draft.config):
+                self._prefetcher = Prefetcher(store, ExpertPredictor(target, critical))
+            else:
+                self.notices.append(
+                    f"no prefetching: {draft_packs[0].name} has other layers or another width than "
+                    f"{target_pack.name}, so its states say nothing to the target's routers"
+                )
+        self.profile_path = self._profile_path(home)
+        self.decoder = Decoder(
+            target,
+            draft,
+            Session(target_kv, draft_kv),
+            store=store,
+            prefetcher=self._prefetcher,
+            counters=self.counters,
+            drift=Drift(load_profile(self.profile_path) or self._first_profile(target, draft)),
+            draft_tokens=draft_tokens,
+            cutoff=cutoff,
+            critical_experts=critical,
+        )
+
+    def _load_model(
+        self,
+        pack: Pack,
+        slots: int,
+        policy: str,
+        context: int,
+        counters: Counters,
+        cancel: threading.Event | None,
+        on_progress: OnProgress | None,
+    ) -> tuple[Transformer, ExpertStore | None]:
+        tensors = pack.load_dense(self.device, on_progress=on_progress, cancel=cancel)
+        if not pack.config.is_moe:
+            return Transformer(pack.config, tensors, context), None
+        c, layout = pack.config, pack.expert_layout
+        slab = make_slab(slots, layout.stride, self.device)
+        table = SlotTable(
+            slots, c.num_hidden_layers, c.num_local_experts, c.num_experts_per_tok, policy
+        )
+        store = ExpertStore(pack, slab, table, counters, self.device)
+        return Transformer(c, tensors, context, store, layout), store
+
+    def _kv_cache(self, model: Transformer, capacity: int) -> KVCache:
+        try:
+            return KVCache(model.config, capacity, model.dtype, self.device)
+        except (RuntimeError, MemoryError) as error:
+            raise CapacityError(
+                f"the KV cache of {capacity} tokens does not fit on {self.device}; lower --ctx-size"
+            ) from error
+
+    def _profile_path(self, home: Path | None) -> Path:
+        """Where the times of this pair on this machine are kept."""
+        names = "+".join(pack.name for pack in self._packs)
+        machine = platform.node() or "machine"
+        if self.device.type == "cuda":
+            machine += "-" + torch.cuda.get_device_name(self.device)
+        safe = re.sub(r"[^A-Za-z0-9.+_-]+", "_", f"{names}@{machine}-{self.plan.slots}")
+        return (packs.home() if home is None else home) / "profiles" / f"{safe}.json"
+
+    @torch.inference_mode()
+    def _first_profile(self, target: Transformer, draft: Transformer | None) -> Profile:
+        """A start for the cutoff until real steps correct it: one timed draft pass, and the read rate."""
+        copy_ms = self.plan.slot_bytes / self.plan.read_rate * 1e3
+        if draft is None:
+            return Profile(copy_ms, 0.0, 0.0)
+        kv = self._kv_cache(draft, 4)
+        times = []
+        for _ in range(2):
+            started = time.perf_counter()
+            draft.forward([0], kv).sum().item()
+            times.append((time.perf_counter() - started) * 1e3)
+        return Profile(copy_ms, min(times), min(times) / len(target.blocks))
+
+
+def _default_sampling(folder: Path) -> SamplingParams:
+    """What generation_config.json recommends; greedy without one."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return SamplingParams()
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return SamplingParams.from_generation_config(values)
+    except (OSError, ValueError, AttributeError, SpmoeError) as error:
+        raise DamagedError(f"{path}: {error}; convert again, or delete the file") from error
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise UsageError(f"--device {name}: auto, cpu, cuda or cuda:N")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError(f"--device {name}: torch {torch.__version__} sees no CUDA GPU")
+    place = torch.device("cuda", int(index) if index else torch.cuda.current_device())
+    if place.index >= torch.cuda.device_count():
+        raise UsageError(f"--device {name}: there are {torch.cuda.device_count()} GPUs")
+    return place
+
+
+def _available_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def _read_rate(pack: Pack) -> float:
+    """Bytes per second from the pack to host memory, over a few experts."""
+    if pack.expert_layout is None:
+        return 1e9
+    out = np.empty(pack.expert_layout.stride, dtype=np.uint8)
+    out.fill(0)  # touch the pages: they are not what is measured
+    count = min(4, pack.config.num_local_experts)
+    started = time.perf_counter()
+    for expert in range(count):
+        pack.read_expert(pack.config.num_hidden_layers - 1, expert, out)
+    return count * len(out) / max(time.perf_counter() - started, 1e-9)
+
+
+def _memory_rate(device: torch.device) -> float:
+    """Bytes per second the device reads in a single-row product, over 32 MiB."""
+    matrix = torch.ones((2048, 4096), device=device)
+    row = torch.ones((1, 4096), device=device)
+    best = float("inf")
+    for _ in range(3):
+        started = time.perf_counter()
+        (row @ matrix.T)[0, 0].item()
+        best = min(best, time.perf_counter() - started)
+    return matrix.nbytes / max(best, 1e-9)

@@ -1,0 +1,47 @@
+"""Keys and values of the tokens a model has seen, preallocated to the context size.
+
+`length` tokens are stored. A forward pass writes its rows after `length` and moves `length` only when it
+has finished, so a pass that is cancelled or fails leaves the cache as it was. Truncating is the whole
+rollback: rejected rows are simply overwritten. A sliding window is applied by the attention kernel, so
+the bytes held are constant whatever the window.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from spmoe_lite.config import ModelConfig
+
+
+class KVCache:
+    """keys and values [layers, capacity, kv_heads, head_dim]; one conversation of one model."""
+
+    def __init__(
+        self, config: ModelConfig, capacity: int, dtype: torch.dtype, device: torch.device
+    ):
+        shape = (config.num_hidden_layers, capacity, config.num_key_value_heads, config.head_dim)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.capacity = capacity
+        self.length = 0
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store rows [T, kv_heads, head_dim] of one layer after the first `length` tokens."""
+        end = self.length + len(keys)
+        assert end <= self.capacity, "the engine fits every pass to the context before it starts"
+        self.keys[layer, self.length : end] = keys
+        self.values[layer, self.length : end] = values
+
+    def truncate(self, length: int) -> None:
+        """Forget every token after the first `length`."""
+        self.length = min(self.length, length)
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+
+def kv_bytes(config: ModelConfig, capacity: int, dtype_bytes: int) -> int:
+    """Bytes a `KVCache` of that capacity takes."""
+    per_token = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return 2 * per_token * capacity * dtype_bytes

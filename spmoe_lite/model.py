@@ -1,0 +1,185 @@
+"""The transformer: draft and target are two instances of one class.
+
+The path of a token: `forward` embeds it; each block normalises, attends over the KV cache, normalises
+again and goes through its feed-forward part, dense or Mixture-of-Experts; the last rows become logits.
+
+    x = x + Wo attention(rope(Wq n), rope(Wk n), Wv n)          n = rms_norm(x)
+    x = x + Wdown (silu(Wgate m) * Wup m)                       m = rms_norm(x)      dense block
+    x = x + sum_j w_j expert_j(m)                               j in top-k of softmax(Wrouter m)
+
+Where the experts come from is the business of an `ExpertSource`; the block only launches up and down for
+each group it is served, every (row, choice) writing its own partial result, and one combine that adds
+them in the router's order. So the sum does not depend on which expert arrived first.
+
+`on_attention(layer, x)` sees the residual stream x [T, H] after attention: the only seam between
+decoding and prefetching. Mixtral: arXiv 2401.04088. Rope scaling "llama3": Llama 3.1 release.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from spmoe_lite.config import ExpertLayout, ModelConfig, Rope
+from spmoe_lite.kernels.attention import attention
+from spmoe_lite.kernels.expert_gemm import combine, expert_down, expert_up
+from spmoe_lite.kernels.gate import gate_topk
+from spmoe_lite.kernels.linear import linear
+from spmoe_lite.kernels.norm import rms_norm
+from spmoe_lite.kernels.rope import rope
+from spmoe_lite.kvcache import KVCache
+
+OnAttention = Callable[[int, torch.Tensor], None]
+
+
+class ExpertSource(Protocol):
+    """Whoever lends experts to the MoE blocks (`ExpertStore`)."""
+
+    def begin_pass(self, rows: int) -> None: ...
+
+    def serve(self, layer: int, experts: torch.Tensor) -> Iterator[torch.Tensor]: ...
+
+
+@dataclass(slots=True)
+class Block:
+    """Weights of one layer; matrices are [out, in]. MoE blocks have `router`, dense ones the rest."""
+
+    input_norm: torch.Tensor  # [H]
+    qkv: torch.Tensor  # [(Hq + 2 Hkv) D, H]
+    qkv_bias: torch.Tensor | None
+    o: torch.Tensor  # [H, Hq D]
+    o_bias: torch.Tensor | None
+    post_norm: torch.Tensor  # [H]
+    router: torch.Tensor | None  # [E, H]
+    gate_up: torch.Tensor | None  # [2 I, H]
+    down: torch.Tensor | None  # [H, I]
+
+
+class Transformer:
+    """Weights, and the forward pass over them."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: dict[str, torch.Tensor],
+        context: int,
+        source: ExpertSource | None = None,
+        layout: ExpertLayout | None = None,
+    ):
+        """`tensors` are the pack's dense tensors on their device; they are taken over and emptied."""
+        assert config.is_moe == (source is not None)
+        self.config = config
+        self.source = source
+        self.layout = layout
+        self.embed = tensors.pop("embed_tokens.weight")
+        self.head = tensors.pop("lm_head.weight", self.embed)
+        self.norm = tensors.pop("norm.weight")
+        self.blocks = [_block(tensors, i) for i in range(config.num_hidden_layers)]
+        assert not tensors, f"unused tensors: {sorted(tensors)[:3]}"
+        self.device = self.embed.device
+        self.dtype = self.embed.dtype
+        self.cos, self.sin = rope_tables(config.rope, config.head_dim, context, self.device)
+
+    def forward(
+        self,
+        tokens: list[int],
+        kv: KVCache,
+        *,
+        logits_rows: int = 1,
+        on_attention: OnAttention | None = None,
+    ) -> torch.Tensor:
+        """Feed `tokens` after the cache; return logits [logits_rows, V] of the last rows.
+
+        The cache grows by len(tokens) when the pass has finished, and not at all if it is aborted.
+        """
+        ids = torch.tensor(tokens, dtype=torch.long).to(self.device, non_blocking=True)
+        x = F.embedding(ids, self.embed)
+        if self.source is not None:
+            self.source.begin_pass(len(tokens))
+        for layer, block in enumerate(self.blocks):
+            x = x + self._attend(layer, block, x, kv)
+            if on_attention is not None:
+                on_attention(layer, x)
+            m = rms_norm(x, block.post_norm, self.config.rms_norm_eps)
+            x = x + (self._experts(layer, block, m) if block.router is not None else _mlp(block, m))
+        kv.length += len(tokens)
+        last = rms_norm(x[len(tokens) - logits_rows :], self.norm, self.config.rms_norm_eps)
+        return linear(last, self.head)
+
+    def _attend(self, layer: int, block: Block, x: torch.Tensor, kv: KVCache) -> torch.Tensor:
+        c, rows, start = self.config, len(x), kv.length
+        n = rms_norm(x, block.input_norm, c.rms_norm_eps)
+        qkv = linear(n, block.qkv, block.qkv_bias).view(rows, -1, c.head_dim)
+        q, k, v = qkv.split(
+            [c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads], 1
+        )
+        positions = slice(start, start + rows)
+        q, k = rope(q, k, self.cos[positions], self.sin[positions])
+        kv.write(layer, k, v)
+        out = attention(q, kv.keys[layer], kv.values[layer], start, c.sliding_window)
+        return linear(out.reshape(rows, -1), block.o, block.o_bias)
+
+    def _experts(self, layer: int, block: Block, m: torch.Tensor) -> torch.Tensor:
+        c, layout = self.config, self.layout
+        weights, experts = gate_topk(m, block.router, c.num_experts_per_tok)
+        hidden = m.new_empty((*experts.shape, layout.intermediate_size))
+        partial = m.new_empty((*experts.shape, c.hidden_size))
+        for use in self.source.serve(layer, experts):
+            expert_up(m, experts, use, layout, out=hidden)
+            expert_down(hidden, experts, use, layout, out=partial)
+        return combine(partial, weights)
+
+
+def _mlp(block: Block, m: torch.Tensor) -> torch.Tensor:
+    gate, up = linear(m, block.gate_up).chunk(2, dim=-1)
+    return linear(F.silu(gate) * up, block.down)
+
+
+def _block(tensors: dict[str, torch.Tensor], layer: int) -> Block:
+    """Take one layer's tensors; q, k, v and gate, up become one matrix each: fewer, larger products."""
+
+    def take(name: str) -> torch.Tensor | None:
+        return tensors.pop(f"layers.{layer}.{name}", None)
+
+    def stacked(*names: str) -> torch.Tensor | None:
+        parts = [take(name) for name in names]
+        return None if parts[0] is None else torch.cat(parts)
+
+    return Block(
+        input_norm=take("input_norm.weight"),
+        qkv=stacked("q_proj.weight", "k_proj.weight", "v_proj.weight"),
+        qkv_bias=stacked("q_proj.bias", "k_proj.bias", "v_proj.bias"),
+        o=take("o_proj.weight"),
+        o_bias=take("o_proj.bias"),
+        post_norm=take("post_norm.weight"),
+        router=take("router.weight"),
+        gate_up=stacked("gate_proj.weight", "up_proj.weight"),
+        down=take("down_proj.weight"),
+    )
+
+
+def rope_tables(
+    rope: Rope, head_dim: int, context: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [context, head_dim / 2] fp32 of every position and frequency."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequency = 1.0 / (rope.theta**exponent)
+    if rope.kind == "linear":
+        frequency = frequency / rope.factor
+    elif rope.kind == "llama3":
+        frequency = _llama3_frequency(frequency, rope)
+    angle = torch.outer(torch.arange(context).float(), frequency)
+    return angle.cos().to(device), angle.sin().to(device)
+
+
+def _llama3_frequency(frequency: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """Long waves are stretched by `factor`, short ones kept, those between blended linearly."""
+    turns = rope.original_max_position_embeddings * frequency / (2 * math.pi)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return keep * frequency + (1 - keep) * frequency / rope.factor

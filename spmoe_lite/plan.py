@@ -1,0 +1,174 @@
+"""The memory plan: what goes where, decided and printed before anything is loaded.
+
+    slots = (budget - target weights - draft - both KV caches - workspace) / bytes of an expert
+
+Pure arithmetic on pack headers. A plan that cannot fit is refused with the smallest change that would.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from spmoe_lite.config import DTYPE_BYTES, ModelConfig
+from spmoe_lite.errors import CapacityError, UsageError
+from spmoe_lite.kvcache import kv_bytes
+
+MIN_SLOTS = 2
+_UNITS = {"": 1, "B": 1, "K": 1e3, "M": 1e6, "G": 1e9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What of a pack matters for the plan; all of it stands in the headers."""
+
+    config: ModelConfig
+    dense_bytes: int
+    dense_dtype: str
+    stride: int  # bytes of one expert, 0 for a dense model
+
+    @property
+    def expert_count(self) -> int:
+        return self.config.num_hidden_layers * self.config.num_local_experts
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Bytes by purpose, slots, and the time of a token they allow."""
+
+    device: str
+    budget: int
+    slots: int
+    expert_count: int
+    slot_bytes: int
+    target_bytes: int
+    draft_bytes: int
+    kv_bytes: int
+    workspace_bytes: int
+    context: int
+    read_rate: float  # bytes per second, pack to host
+    token_seconds: float | None  # estimate without drafting
+
+    @property
+    def total_bytes(self) -> int:
+        fixed = self.target_bytes + self.draft_bytes + self.kv_bytes + self.workspace_bytes
+        return fixed + self.slots * self.slot_bytes
+
+    def __str__(self) -> str:
+        parts = []
+        if self.expert_count:
+            size = gigabytes(self.slots * self.slot_bytes)
+            parts.append(f"{self.slots} of {self.expert_count} experts in slots ({size})")
+        parts.append(f"weights {gigabytes(self.target_bytes)}")
+        if self.draft_bytes:
+            parts.append(f"draft {gigabytes(self.draft_bytes)}")
+        parts.append(f"KV cache {gigabytes(self.kv_bytes)} for {self.context} tokens")
+        line = f"{', '.join(parts)}: {gigabytes(self.total_bytes)} on {self.device}"
+        if self.token_seconds is not None:
+            rate = f"experts read at {self.read_rate / 1e9:.1f} GB/s"
+            line += f"; about {self.token_seconds * 1e3:.0f} ms per token before drafting ({rate})"
+        return line
+
+
+def parse_size(text: str | int | float, whole: int) -> int:
+    """`20GiB`, `8G`, `0.9` (a fraction of `whole` bytes) or a number of bytes, to bytes."""
+    if isinstance(text, str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMG]?I?)B?\s*", text.upper())
+        if match is None or match[2] == "I":
+            raise UsageError(f"--vram {text}: give a size (20GiB), a fraction (0.9) or auto")
+        number, unit = float(match[1]), match[2]
+        size = number * _UNITS[unit]
+        if not unit and number <= 1:
+            size = number * whole
+    else:
+        size = text * whole if isinstance(text, float) and text <= 1 else text
+    if size <= 0:
+        raise UsageError(f"--vram {text}: a size above 0 is needed")
+    return int(size)
+
+
+def make_plan(
+    target: ModelSize,
+    draft: ModelSize | None,
+    *,
+    device: str,
+    budget: int,
+    slots: int | None,
+    context: int,
+    rows: int,
+    read_rate: float,
+    memory_rate: float,
+) -> Plan:
+    """budget in bytes; rows: the largest pass (prefill chunk); rates in bytes per second.
+
+    `slots` overrides what the budget would give. CapacityError if less than the minimum fits.
+    """
+    kv = _kv(target, context)
+    draft_bytes = 0
+    if draft is not None:
+        kv += _kv(draft, min(context, draft.config.max_position_embeddings))
+        draft_bytes = draft.dense_bytes + draft.expert_count * draft.stride
+    work = max(_workspace(size, rows) for size in (target, draft) if size is not None)
+    fixed = target.dense_bytes + draft_bytes + kv + work
+    chosen = _slots(target, draft_bytes, kv, budget, fixed, slots)
+    seconds = None
+    if target.config.is_moe:
+        active = target.config.num_experts_per_tok * target.config.num_hidden_layers * target.stride
+        misses = 1 - chosen / target.expert_count
+        seconds = (target.dense_bytes + active) / memory_rate + misses * active / read_rate
+    return Plan(
+        device=device,
+        budget=budget,
+        slots=chosen,
+        expert_count=target.expert_count,
+        slot_bytes=target.stride,
+        target_bytes=target.dense_bytes,
+        draft_bytes=draft_bytes,
+        kv_bytes=kv,
+        workspace_bytes=work,
+        context=context,
+        read_rate=read_rate,
+        token_seconds=seconds,
+    )
+
+
+def _slots(
+    target: ModelSize, draft_bytes: int, kv: int, budget: int, fixed: int, asked: int | None
+) -> int:
+    least = MIN_SLOTS if target.config.is_moe else 0
+    if asked is not None and asked < least:
+        raise CapacityError(f"--slots {asked}: at least {least} are needed")
+    wanted = least if asked is None else min(asked, target.expert_count)
+    needed = fixed + wanted * target.stride
+    if needed > budget:
+        cures = [f"raise --vram to {gigabytes(needed)}"]
+        if asked is not None and asked > least and budget >= fixed + least * target.stride:
+            cures = [f"lower --slots to {(budget - fixed) // target.stride}"]
+        elif needed - draft_bytes <= budget:
+            cures.append("leave out --draft")
+        if kv and needed - kv < budget:
+            cures.append("lower --ctx-size")
+        raise CapacityError(
+            f"{gigabytes(needed)} are needed for {wanted} expert slots, weights, draft and caches, "
+            f"{gigabytes(budget)} may be used: {' or '.join(cures)}"
+        )
+    if not target.config.is_moe:
+        return 0
+    fitting = min((budget - fixed) // target.stride, target.expert_count)
+    return fitting if asked is None else wanted
+
+
+def _kv(size: ModelSize, context: int) -> int:
+    return kv_bytes(size.config, context, DTYPE_BYTES[size.dense_dtype])
+
+
+def _workspace(size: ModelSize, rows: int) -> int:
+    """Activations of a pass of `rows` tokens and its logits, roughly and from above."""
+    c = size.config
+    widest = max(1, c.num_experts_per_tok) * (c.intermediate_size * 3 + c.hidden_size * 2)
+    return 4 * rows * (widest + 8 * c.hidden_size) + 4 * 16 * c.vocab_size
+
+
+def gigabytes(size: float) -> str:
+    """Bytes for people: two significant decimals of GB."""
+    return f"{size / 1e9:.2f} GB"

@@ -1,0 +1,136 @@
+"""Copying the experts that the draft points at, while it is still drafting.
+
+The decode thread calls `observe` for every layer of every draft pass; above the cutoff nothing happens,
+below it the prediction is queued and the call returns. One worker takes predictions in the order of
+their deadlines, which is the order of the layers, and has the store copy what is not resident. What
+belongs to an earlier step is thrown away. An error in the worker is raised again in the decode thread.
+
+A prefetch that evicts more than it brings is worse than none: when too few of the last copies were used,
+prefetching pauses for a while and then tries again. Text never depends on any of this.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+
+import torch
+
+from spmoe_lite.predictor import ExpertPredictor, Prediction
+from spmoe_lite.store import ExpertStore
+
+log = logging.getLogger("spmoe_lite")
+
+JUDGED_COPIES = 64  # prefetches looked at together
+LEAST_USEFUL = 0.25  # of them must have been used, or prefetching pauses
+PAUSE_STEPS = 64
+
+
+class Prefetcher:
+    """One worker thread between the draft's states and the target's slots."""
+
+    def __init__(self, store: ExpertStore, predictor: ExpertPredictor):
+        self._store = store
+        self._predictor = predictor
+        self._queue: queue.PriorityQueue[tuple[float, int, int, Prediction | None]]
+        self._queue = queue.PriorityQueue()
+        self._step = 0
+        self._row = -1
+        self._cutoff = 0
+        self._predictions: list[Prediction] = []
+        self._paused = 0
+        self._judged = store.counters.copy()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="spmoe-prefetch", daemon=True)
+        self._thread.start()
+
+    @property
+    def paused(self) -> bool:
+        """Whether measured usefulness has switched prefetching off for now."""
+        return self._paused > 0
+
+    def start_step(self, cutoff: int) -> None:
+        """Drafting begins; target layers below `cutoff` may be prefetched."""
+        self._raise_error()
+        self._judge()
+        self._step += 1
+        self._row = -1
+        self._cutoff = 0 if self._paused else cutoff
+        self._predictions.clear()
+
+    def observe(self, layer: int, state: torch.Tensor) -> None:
+        """state [T, H]: the draft's residual stream after attention; its last row is the newest token."""
+        if layer == 0:
+            self._row += 1
+        if layer >= self._cutoff:
+            return
+        prediction = self._predictor.predict(layer, self._row, state[-1:])
+        self._predictions.append(prediction)
+        self._queue.put((self._step, layer, self._row, prediction))
+
+    def end_step(self, accepted_rows: int) -> None:
+        """The pass has run: compare the predictions with what its accepted rows used, drop the rest.
+
+        Called before the store's `end_pass`.
+        """
+        self._step += 1
+        counters, trace = self._store.counters, self._store.trace
+        for prediction in self._predictions:
+            if prediction.row >= accepted_rows or prediction.layer not in trace:
+                continue
+            named = set(prediction.wait())
+            used = trace[prediction.layer][prediction.row]
+            absent = [e for e in used if self._store.would_miss((prediction.layer, e))]
+            counters.predicted += len(named)
+            counters.predicted_used += len(named & set(used))
+            counters.wanted += len(used)
+            counters.would_miss += len(absent)
+            counters.would_miss_predicted += len(named & set(absent))
+
+    def close(self) -> None:
+        """Stop the worker and wait for it. Idempotent."""
+        self._step = math.inf
+        self._queue.put((-math.inf, 0, 0, None))
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get())[3] is not None:
+            step, layer, _, prediction = item
+            if step != self._step or self._error is not None:
+                continue
+            try:
+                experts = prediction.wait()
+                self._store.expect(layer, experts)
+                for expert in experts:
+                    if step == self._step:
+                        self._store.prefetch(layer, expert)
+            except Exception as error:  # raised again by start_step, in the caller's thread
+                self._error = error
+
+    def _raise_error(self) -> None:
+        if (error := self._error) is not None:
+            self._error = None
+            raise error
+
+    def _judge(self) -> None:
+        """Pause when too few of the last copies were used; look again after the pause."""
+        if self._paused:
+            self._paused -= 1
+            if not self._paused:
+                self._judged = self._store.counters.copy()
+            return
+        seen = self._store.counters.since(self._judged)
+        if seen.prefetches < JUDGED_COPIES:
+            return
+        used = seen.prefetch_useful + seen.prefetch_late
+        if used < LEAST_USEFUL * seen.prefetches:
+            self._paused = PAUSE_STEPS
+            log.info(
+                "prefetching pauses for %d steps: %d of the last %d prefetched experts were used",
+                PAUSE_STEPS,
+                used,
+                seen.prefetches,
+            )
+        self._judged = self._store.counters.copy()

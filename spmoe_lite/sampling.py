@@ -1,0 +1,129 @@
+"""From logits to a token, with noise that depends on seed and position alone.
+
+A token is drawn by the Gumbel rule: argmax over the vocabulary of log p + G, where G is Gumbel noise
+made by a counter-based generator (Philox) keyed by (seed, position). The token then follows p exactly,
+and nothing else can shift the noise: not the draft, not a rejected proposal, not a cancelled answer.
+
+The draft proposes with the same noise. Its proposal is the token the target will draw whenever their
+two argmaxes agree, so acceptance is high without the draft ever entering the target's choice: the text
+is the same with any draft and with none. Coupling by shared Gumbel noise: Daliri, Musco, Suresh,
+"Coupling without Communication and Drafter-Invariant Speculative Decoding", arXiv 2408.07978, section 3.
+
+Order of the filters, as in Hugging Face: penalties, temperature, top-k, top-p, min-p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from spmoe_lite.config import SamplingParams
+from spmoe_lite.errors import SpmoeError
+
+
+class Sampler:
+    """Chooses tokens for one answer: parameters, and where the prompt ends (penalties look at it)."""
+
+    def __init__(self, params: SamplingParams, num_tokens: int, prompt_length: int):
+        self.params = params
+        self.num_tokens = num_tokens  # ids from here on are padding and never chosen
+        self.prompt_length = prompt_length
+        self._filters = params.temperature > 0 or _penalizes(params)
+
+    def pick_row(self, logits: torch.Tensor, context: Sequence[int]) -> int:
+        """The token after `context`; logits [V] of any float dtype."""
+        if not self._filters:
+            return self.pick_greedy(logits[None])[0]
+        row = logits[: self.num_tokens].float().cpu()
+        _require_finite(row.max())
+        row = self._penalized(row, context)
+        if self.params.temperature == 0:
+            return int(row.argmax())
+        row = _filtered(row / self.params.temperature, self.params)
+        return int((row.double() + self._noise(len(context))[: len(row)]).argmax())
+
+    @property
+    def greedy(self) -> bool:
+        """Whether `pick_greedy` may be used: the choice of a row needs no context."""
+        return not self._filters
+
+    def pick_greedy(self, logits: torch.Tensor) -> list[int]:
+        """The best token of each row of logits [T, V], found on the device."""
+        best = logits[:, : self.num_tokens].max(dim=1)
+        _require_finite(best.values)
+        return best.indices.tolist()
+
+    def _noise(self, position: int) -> torch.Tensor:
+        """Gumbel noise [num_tokens] fp64 of one position, the same on every machine."""
+        key = np.array([self.params.seed % 2**64, position], dtype=np.uint64)
+        uniform = np.random.Generator(np.random.Philox(key=key)).random(self.num_tokens)
+        with np.errstate(divide="ignore"):  # a uniform of exactly 0 is noise of minus infinity
+            return torch.from_numpy(-np.log(-np.log(uniform)))
+
+    def _penalized(self, row: torch.Tensor, context: Sequence[int]) -> torch.Tensor:
+        """Repetition penalty over the whole context; presence and frequency over the answer only."""
+        p = self.params
+        if not _penalizes(p):
+            return row
+        row = row.clone()
+        if p.repetition_penalty != 1.0:
+            seen = torch.tensor(sorted({t for t in context if t < self.num_tokens}))
+            values = row[seen]
+            scaled = torch.where(
+                values > 0, values / p.repetition_penalty, values * p.repetition_penalty
+            )
+            row[seen] = scaled
+        answer = [t for t in context[self.prompt_length :] if t < self.num_tokens]
+        if answer and (p.presence_penalty or p.frequency_penalty):
+            counts = torch.bincount(torch.tensor(answer), minlength=len(row)).float()
+            row -= p.presence_penalty * (counts > 0) + p.frequency_penalty * counts
+        return row
+
+
+def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The law `Sampler` draws from, penalties aside: logits [V] to probabilities [V] fp64."""
+    if params.temperature == 0:
+        one_hot = torch.zeros(len(logits), dtype=torch.float64)
+        one_hot[int(logits.argmax())] = 1
+        return one_hot
+    return _filtered(logits.float() / params.temperature, params).double().softmax(0)
+
+
+def _penalizes(p: SamplingParams) -> bool:
+    return bool(p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty)
+
+
+def _filtered(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Top-k, top-p and min-p on scaled logits [V]: what is cut becomes minus infinity."""
+    if 0 < params.top_k < len(row):
+        threshold = row.topk(params.top_k).values[-1]
+        row = row.masked_fill(row < threshold, float("-inf"))
+    if params.top_p < 1.0:
+        probs = row.softmax(0)
+        ordered = _head(probs, params.top_p)
+        before = ordered.cumsum(0) - ordered  # probability of everything better
+        kept = int((before < params.top_p).sum())
+        row = row.masked_fill(probs < ordered[max(kept, 1) - 1], float("-inf"))
+    if params.min_p > 0.0:
+        floor = row.max() + float(np.log(params.min_p))
+        row = row.masked_fill(row < floor, float("-inf"))
+    return row
+
+
+def _head(probs: torch.Tensor, mass: float, guess: int = 512) -> torch.Tensor:
+    """The largest probabilities in order, enough of them to hold `mass`: a full sort is rare."""
+    if len(probs) > guess:
+        head = probs.topk(guess).values
+        if float(head.sum()) > mass + 1e-4:
+            return head
+    return probs.sort(descending=True).values
+
+
+def _require_finite(best: torch.Tensor) -> None:
+    if not torch.isfinite(best).all():
+        raise SpmoeError(
+            "the model produced non-finite logits: nothing was sampled; "
+            "check the pack with `spmoe-lite verify`, or use a wider precision"
+        )

@@ -1,0 +1,120 @@
+"""The slab: one tensor of equal slots that the expert kernels read, and the copies that fill it.
+
+Two slabs with the same five methods. `HostSlab` lives in RAM and copies at once. `DeviceSlab` lives in
+VRAM: bytes go from the pack into a pinned ring and from there to the slot on a copy stream, and a slot is
+a two-event handshake. The copy stream waits for the slot's last reader before it overwrites it; the
+compute stream waits for the slot's fill before it reads it. The host waits for a ring buffer only.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+
+from spmoe_lite.errors import CapacityError
+
+ReadExpert = Callable[[np.ndarray, int], None]  # fills a uint8 array from an offset in the expert
+RING_BUFFERS = 4
+RING_BYTES = 16 << 20  # a power of two: pinned allocations are rounded up to one
+
+
+def make_slab(num_slots: int, stride: int, device: torch.device) -> HostSlab | DeviceSlab:
+    """A slab of num_slots x stride bytes on the device; CapacityError if it does not fit."""
+    try:
+        kind = HostSlab if device.type == "cpu" else DeviceSlab
+        return kind(num_slots, stride, device)
+    except (RuntimeError, MemoryError) as error:
+        raise CapacityError(
+            f"{num_slots} expert slots of {stride / 1e6:.1f} MB do not fit on {device}; "
+            f"lower --slots or --vram"
+        ) from error
+
+
+class HostSlab:
+    """Slots in RAM, uint8 [num_slots, stride]; a copy is done when `fill` returns."""
+
+    def __init__(self, num_slots: int, stride: int, device: torch.device):
+        self.slots = torch.empty((num_slots, stride), dtype=torch.uint8)
+        self._rows = self.slots.numpy()
+
+    def address(self, slot: int) -> int:
+        return self.slots.data_ptr() + slot * self.slots.shape[1]
+
+    def fill(self, slot: int, read: ReadExpert) -> None:
+        read(self._rows[slot], 0)
+
+    def arrived(self, slot: int) -> bool:
+        return True
+
+    def wait_filled(self, slots: Iterable[int]) -> None:
+        pass  # every fill has ended
+
+    def mark_read(self, slots: Iterable[int]) -> None:
+        pass  # every reader has ended
+
+
+class DeviceSlab:
+    """Slots in VRAM; `fill` returns when the copy is ordered, `wait_filled` orders readers after it."""
+
+    def __init__(self, num_slots: int, stride: int, device: torch.device):
+        self.slots = torch.empty((num_slots, stride), dtype=torch.uint8, device=device)
+        self._stream = torch.cuda.Stream(device)
+        self._filled: list[torch.cuda.Event | None] = [None] * num_slots
+        self._last_read: list[torch.cuda.Event | None] = [None] * num_slots
+        self._ring: queue.Queue[_Buffer] = queue.Queue()
+        for _ in range(RING_BUFFERS):
+            self._ring.put(_Buffer(min(stride, RING_BYTES)))
+
+    def address(self, slot: int) -> int:
+        return self.slots.data_ptr() + slot * self.slots.shape[1]
+
+    def fill(self, slot: int, read: ReadExpert) -> None:
+        if (last_read := self._last_read[slot]) is not None:
+            self._stream.wait_event(last_read)
+        stride = self.slots.shape[1]
+        for offset in range(0, stride, RING_BYTES):
+            self._send(slot, offset, min(RING_BYTES, stride - offset), read)
+        filled = torch.cuda.Event()
+        filled.record(self._stream)
+        self._filled[slot] = filled
+
+    def _send(self, slot: int, offset: int, size: int, read: ReadExpert) -> None:
+        """One piece of an expert through the ring."""
+        buffer = self._ring.get()
+        try:
+            buffer.sent.synchronize()
+            read(buffer.array[:size], offset)
+            with torch.cuda.stream(self._stream):
+                piece = self.slots[slot, offset : offset + size]
+                piece.copy_(buffer.tensor[:size], non_blocking=True)
+                buffer.sent.record(self._stream)
+        finally:
+            self._ring.put(buffer)
+
+    def arrived(self, slot: int) -> bool:
+        event = self._filled[slot]
+        return event is None or event.query()
+
+    def wait_filled(self, slots: Iterable[int]) -> None:
+        compute = torch.cuda.current_stream(self.slots.device)
+        for slot in slots:
+            if (event := self._filled[slot]) is not None:
+                compute.wait_event(event)
+
+    def mark_read(self, slots: Iterable[int]) -> None:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.slots.device))
+        for slot in slots:
+            self._last_read[slot] = event
+
+
+class _Buffer:
+    """One pinned staging buffer and the event that says its last copy has left it."""
+
+    def __init__(self, size: int):
+        self.tensor = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self.array = self.tensor.numpy()
+        self.sent = torch.cuda.Event()

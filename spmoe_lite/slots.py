@@ -1,0 +1,121 @@
+"""The slot table: which expert lives in which slot, and which one has to go.
+
+Pure Python, no torch and no threads: every rule is tested without a device. A slot is free, filling (a
+copy is on its way) or resident; a held slot serves the layer at hand. Only resident slots that nobody
+holds are evicted.
+
+Two scopes. Per layer (the default): every layer owns an equal share of the slots, because a sweep over
+the layers is longer than the cache and one global LRU would never hit (DESIGN: simulated 50 % against
+0 % at half the slots). Shared: all layers draw from one pool; this is the global LRU, and what is left
+when a layer's share would be less than one token's experts.
+
+Recency is the position of the last accepted token that used the expert. It outlives residency, is
+written by `credit` alone, and rejected positions never reach it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+ExpertKey = tuple[int, int]  # (layer, expert)
+POLICIES = ("layer-lru", "global-lru")
+
+
+def choose_victim(
+    candidates: Iterable[ExpertKey], last_used: Mapping[ExpertKey, int]
+) -> ExpertKey | None:
+    """The least recently used candidate; never used comes first, equal ages by (layer, expert)."""
+    return min(candidates, key=lambda key: (last_used.get(key, -1), key), default=None)
+
+
+class SlotTable:
+    """`num_slots` slots for `num_layers` x `num_experts` experts, of which a token needs `k` a layer."""
+
+    def __init__(self, num_slots: int, num_layers: int, num_experts: int, k: int, policy: str):
+        assert policy in POLICIES and 2 <= num_slots <= num_layers * num_experts
+        self.num_slots = num_slots
+        self.policy = policy
+        self.all_fit = num_slots == num_layers * num_experts
+        self.shared = policy == "global-lru" or num_slots // num_layers < k
+        self.last_used: dict[ExpertKey, int] = {}
+        self._slot_of: dict[ExpertKey, int] = {}
+        self._filling: set[ExpertKey] = set()
+        self._held: set[ExpertKey] = set()
+        slots = list(range(num_slots))
+        shares = [slots] if self.shared else [slots[i::num_layers] for i in range(num_layers)]
+        self._free = [share[::-1] for share in shares]  # taken from the end
+        self._resident: list[set[ExpertKey]] = [set() for _ in shares]
+
+    def slot(self, key: ExpertKey) -> int | None:
+        """Where the expert is, or is going to be; None if nowhere."""
+        return self._slot_of.get(key)
+
+    def is_filling(self, key: ExpertKey) -> bool:
+        return key in self._filling
+
+    def hold(self, key: ExpertKey) -> None:
+        """Keep the expert where it is until `release`."""
+        self._held.add(key)
+
+    def release(self, keys: Iterable[ExpertKey]) -> None:
+        self._held.difference_update(keys)
+
+    def release_all(self) -> None:
+        self._held.clear()
+
+    def place(
+        self,
+        key: ExpertKey,
+        *,
+        protected: Collection[ExpertKey] = (),
+        first: Collection[ExpertKey] = (),
+    ) -> tuple[int, ExpertKey | None] | None:
+        """Give `key` a slot, marked filling; return (slot, evicted expert or None).
+
+        Takes a free slot, else evicts: from `first` if any of them can go, else the least recently used
+        that is neither held nor protected. None if there is no slot to have.
+        """
+        assert key not in self._slot_of
+        pool = 0 if self.shared else key[0]
+        victim = None
+        if not self._free[pool]:
+            able = [k for k in self._resident[pool] if k not in self._held]
+            victim = choose_victim([k for k in able if k in first], self.last_used)
+            if victim is None:
+                victim = choose_victim([k for k in able if k not in protected], self.last_used)
+            if victim is None:
+                return None
+            self.drop(victim)
+        slot = self._free[pool].pop()
+        self._slot_of[key] = slot
+        self._filling.add(key)
+        return slot, victim
+
+    def filled(self, key: ExpertKey) -> None:
+        """The copy of `key` has been made (or is ordered before every later reader)."""
+        self._filling.remove(key)
+        self._resident[0 if self.shared else key[0]].add(key)
+
+    def drop(self, key: ExpertKey) -> None:
+        """Free the slot of `key`: it was evicted, or its copy failed."""
+        pool = 0 if self.shared else key[0]
+        self._filling.discard(key)
+        self._resident[pool].discard(key)
+        self._free[pool].append(self._slot_of.pop(key))
+
+    def credit(self, key: ExpertKey, position: int) -> None:
+        """An accepted token at `position` used the expert."""
+        self.last_used[key] = position
+
+    def residents(self) -> set[ExpertKey]:
+        return set().union(*self._resident)
+
+    def filling_in_pool(self, layer: int) -> bool:
+        """Whether some slot that `layer` could use is still being filled."""
+        return any(self.shared or key[0] == layer for key in self._filling)
+
+    def evictable(self, layer: int, protected: Collection[ExpertKey] = ()) -> int:
+        """How many slots `layer` could still be given: free ones and victims."""
+        pool = 0 if self.shared else layer
+        able = [k for k in self._resident[pool] if k not in self._held and k not in protected]
+        return len(self._free[pool]) + len(able)

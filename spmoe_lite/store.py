@@ -1,0 +1,257 @@
+"""Expert tiers: the pack on disk or in the page cache, and the slots that the kernels read.
+
+`serve` is the seam between the model and everything about placement. It takes the expert ids that the
+router chose for one layer and yields groups of experts that are in place, each as the device array `use`
+the expert kernels take: resident ones first, then those that were missing, in as many groups as the slots
+allow. The model never learns where an expert came from.
+
+Two threads meet here: the decode thread (`serve`, misses) and the prefetch worker (`prefetch`). One lock
+guards table and counters and is never held during a copy; a slot being filled belongs to whoever fills
+it. Nothing but `end_pass` changes recency, and only for accepted rows. On this host-driven path `serve`
+reads the ids on the host, which on a GPU is one synchronisation per layer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from spmoe_lite.pack import Pack
+from spmoe_lite.progress import check
+from spmoe_lite.slab import DeviceSlab, HostSlab
+from spmoe_lite.slots import ExpertKey, SlotTable
+from spmoe_lite.stats import Counters
+
+PREFILL_ROWS = 32  # a pass of more rows is prefill: it must not flush what decoding has gathered
+
+
+class ExpertStore:
+    """Lends the experts of one pack to the MoE blocks of one model."""
+
+    def __init__(
+        self,
+        pack: Pack,
+        slab: HostSlab | DeviceSlab,
+        table: SlotTable,
+        counters: Counters,
+        device: torch.device,
+    ):
+        self.table = table
+        self.counters = counters
+        self.cancel: threading.Event | None = None
+        self.trace: dict[int, list[list[int]]] = {}  # layer -> the ids of each row of the pass
+        self._pack = pack
+        self._slab = slab
+        self._device = device
+        self._changed = threading.Condition()
+        self._layer = -1  # being served: prefetches for it and for those before are late
+        self._position = 0  # accepted tokens so far: the clock of recency
+        self._prefill = False
+        self._missed: set[ExpertKey] = set()  # not in place when their layer of this pass began
+        self._expected: set[ExpertKey] = set()  # predicted for the step at hand: no prefetch evicts
+        self._prefetched: set[ExpertKey] = set()  # copied on a prediction for the step at hand
+        self._unused: set[ExpertKey] = set()  # copied on a prediction, not needed so far
+
+    # --- one pass of the model -----------------------------------------------------------------
+
+    def begin_pass(self, rows: int) -> None:
+        """A forward pass over `rows` tokens starts; whatever an aborted one held is let go."""
+        with self._changed:
+            self.table.release_all()
+            self._layer = -1
+        self._prefill = rows > PREFILL_ROWS
+        self.trace.clear()
+        self._missed.clear()
+
+    def serve(self, layer: int, experts: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield groups `use` [n, 3] int64: expert id, address to read, address to also write (0: none).
+
+        experts [T, k] int32 are the router's choices. Every chosen expert appears in exactly one group
+        and is copied at most once. A group must be launched before the next one is asked for.
+        """
+        self.trace[layer] = rows = experts.tolist()
+        wanted = sorted({expert for row in rows for expert in row})
+        ready, arriving, missing = self._sort_out(layer, wanted)
+        done: list[ExpertKey] = []  # copied for this pass: in prefill the first to make room
+        while ready or arriving or missing:
+            loaded = self._load_some(layer, missing, done, must=not (ready or arriving))
+            if ready:
+                yield self._lend(layer, ready)
+                self._give_back(layer, ready)
+            self._await(layer, arriving)
+            ready, arriving = arriving + loaded, []
+            done += [(layer, expert) for expert in loaded]
+
+    def end_pass(self, accepted_rows: int) -> None:
+        """The first `accepted_rows` rows of the pass stay: refresh recency from them, count their hits."""
+        with self._changed:
+            for row in range(accepted_rows):
+                self._position += 1
+                for layer, rows in self.trace.items():
+                    for expert in rows[row]:
+                        self.table.credit((layer, expert), self._position)
+            if not self._prefill:
+                self._count_hits(accepted_rows)
+            self._layer = -1
+            self._expected.clear()
+            self._prefetched.clear()
+
+    def would_miss(self, key: ExpertKey) -> bool:
+        """Whether `key`, needed by the pass that just ran, was absent before this step's prefetches."""
+        return key in self._missed or key in self._prefetched
+
+    # --- the decode thread's part --------------------------------------------------------------
+
+    def _sort_out(self, layer: int, wanted: list[int]) -> tuple[list[int], list[int], list[int]]:
+        """Split experts into (in place, on their way, absent); the first two are held."""
+        ready, arriving, missing = [], [], []
+        with self._changed:
+            self._layer = layer
+            for expert in wanted:
+                key = (layer, expert)
+                slot = self.table.slot(key)
+                if slot is None:
+                    self._missed.add(key)
+                    missing.append(expert)
+                    continue
+                self.table.hold(key)
+                filling = self.table.is_filling(key)
+                if key in self._unused:
+                    self._unused.discard(key)
+                    late = filling or not self._slab.arrived(slot)
+                    self.counters.prefetch_late += late
+                    self.counters.prefetch_useful += not late
+                    if late:
+                        self._missed.add(key)
+                (arriving if filling else ready).append(expert)
+        return ready, arriving, missing
+
+    def _load_some(
+        self, layer: int, missing: list[int], done: list[ExpertKey], must: bool
+    ) -> list[int]:
+        """Copy as many of `missing` as can be given a slot now, taking them off the list.
+
+        With `must` at least one is loaded: if the prefetch worker is filling every slot of the pool,
+        wait for it.
+        """
+        loaded: list[int] = []
+        started = time.perf_counter()
+        while missing:
+            check(self.cancel)
+            key = (layer, missing[0])
+            with self._changed:
+                slot = self._take_slot(key, done)
+                while slot is None and must and not loaded:
+                    assert self.table.filling_in_pool(layer), "no slot, and nobody to wait for"
+                    self._changed.wait()
+                    slot = self._take_slot(key, done)
+                if slot is None:
+                    break
+            self._fill(key, slot)
+            with self._changed:
+                self.table.hold(key)
+                self.counters.loads += 1
+            loaded.append(missing.pop(0))
+        self.counters.stall_seconds += time.perf_counter() - started
+        return loaded
+
+    def _take_slot(self, key: ExpertKey, done: list[ExpertKey]) -> int | None:
+        """A slot for a demanded expert: rather lose what a later layer was guessed to need than stall."""
+        first = done if self._prefill else ()
+        later = {k for k in self._expected if k[0] != key[0]} if self.table.shared else ()
+        placed = self.table.place(key, protected=later, first=first) or self.table.place(key)
+        return self._evicted(placed)
+
+    def _lend(self, layer: int, experts: list[int]) -> torch.Tensor:
+        """The group as the kernels take it; their reads are ordered after the copies."""
+        slots = [self.table.slot((layer, expert)) for expert in experts]
+        self._slab.wait_filled(slots)
+        use = [(e, self._slab.address(s), 0) for e, s in zip(experts, slots, strict=True)]
+        return torch.tensor(use, dtype=torch.int64).to(self._device, non_blocking=True)
+
+    def _give_back(self, layer: int, experts: list[int]) -> None:
+        keys = [(layer, expert) for expert in experts]
+        self._slab.mark_read([self.table.slot(key) for key in keys])
+        with self._changed:
+            self.table.release(keys)
+
+    def _await(self, layer: int, experts: list[int]) -> None:
+        """Wait for the slots the worker is filling; what its copy failed on is loaded here."""
+        started = time.perf_counter()
+        for expert in experts:
+            key = (layer, expert)
+            with self._changed:
+                while self.table.is_filling(key):
+                    self._changed.wait()
+                lost = self.table.slot(key) is None
+            if lost:
+                self._load_some(layer, [expert], [], must=True)
+        self.counters.stall_seconds += time.perf_counter() - started
+
+    # --- the prefetch worker's part ------------------------------------------------------------
+
+    def expect(self, layer: int, experts: list[int]) -> None:
+        """The step at hand is expected to use these experts: prefetching evicts none of them."""
+        with self._changed:
+            self._expected.update((layer, expert) for expert in experts)
+
+    def prefetch(self, layer: int, expert: int) -> None:
+        """Copy a predicted expert into a slot, unless it is there, too late, or nothing may leave."""
+        key = (layer, expert)
+        with self._changed:
+            if self.table.slot(key) is not None:
+                return
+            slot = None
+            if layer > self._layer:
+                slot = self._evicted(self.table.place(key, protected=self._expected))
+            if slot is None:
+                self.counters.prefetch_dropped += 1
+                return
+            self._unused.add(key)
+            self._prefetched.add(key)
+        self._fill(key, slot)
+        with self._changed:
+            self.counters.prefetches += 1
+
+    # --- shared --------------------------------------------------------------------------------
+
+    def _fill(self, key: ExpertKey, slot: int) -> None:
+        """Copy one expert into its slot; on failure the slot is free again."""
+
+        def read(out: np.ndarray, offset: int) -> None:
+            self._pack.read_expert(*key, out, offset)
+
+        try:
+            self._slab.fill(slot, read)
+        except BaseException:
+            with self._changed:
+                self.table.drop(key)
+                self._unused.discard(key)
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            self.table.filled(key)
+            self.counters.bytes_moved += self._pack.expert_layout.stride
+            self._changed.notify_all()
+
+    def _evicted(self, placed: tuple[int, ExpertKey | None] | None) -> int | None:
+        """The slot of a placement, after noting that a prefetched expert left unused."""
+        if placed is None:
+            return None
+        slot, victim = placed
+        if victim in self._unused:
+            self._unused.discard(victim)
+            self.counters.prefetch_wasted += 1
+        return slot
+
+    def _count_hits(self, accepted_rows: int) -> None:
+        for layer, rows in self.trace.items():
+            chosen = [(layer, expert) for row in rows[:accepted_rows] for expert in row]
+            self.counters.accesses += len(chosen)
+            self.counters.access_hits += sum(key not in self._missed for key in chosen)
+            self.counters.unique += len(set(chosen))
+            self.counters.unique_hits += len(set(chosen) - self._missed)

@@ -1,0 +1,179 @@
+"""The law of the sampler, its filters against plain definitions, and what the noise depends on."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmoe_lite.config import SamplingParams
+from spmoe_lite.errors import SpmoeError
+from spmoe_lite.sampling import Sampler, probabilities
+from spmoe_lite.verify import verify
+
+V = 12
+
+
+def sampler(prompt_length=0, num_tokens=V, **params):
+    return Sampler(SamplingParams(**params), num_tokens, prompt_length)
+
+
+def logits(seed, rows=1, spread=2.0):
+    return torch.randn(rows, V, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def chi_square_ok(counts, law, bound=4.5):
+    """counts against probabilities; the statistic in standard deviations of its own law."""
+    n, used = counts.sum(), law > 0
+    assert counts[~used].sum() == 0
+    statistic = ((counts[used] - n * law[used]) ** 2 / (n * law[used])).sum()
+    freedom = used.sum() - 1
+    return abs(statistic - freedom) / math.sqrt(2 * freedom) < bound
+
+
+FILTERS = [
+    {"temperature": 1.0},
+    {"temperature": 0.6, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 0.9, "top_k": 9, "top_p": 0.9, "min_p": 0.05},
+]
+
+
+@pytest.mark.parametrize("params", FILTERS)
+def test_draws_follow_the_law(params):
+    row = logits(1)[0]
+    law = probabilities(row, SamplingParams(**params)).numpy()
+    s = sampler(**params, seed=3)
+    draws = [s.pick_row(row, range(position)) for position in range(4000)]
+    assert chi_square_ok(np.bincount(draws, minlength=V), law)
+
+
+@pytest.mark.parametrize("params", FILTERS)
+@pytest.mark.parametrize("draft_seed", [1, 2])
+def test_kind_g_o16_verified_tokens_follow_the_target_law_whatever_the_draft(params, draft_seed):
+    """Every token of every verdict is a draw of the target's law at its own position."""
+    target = logits(1, rows=3)
+    draft = target[:2] if draft_seed == 1 else logits(draft_seed, rows=2)
+    counts = np.zeros((3, V))
+    seen_first = accepted = 0
+    for seed in range(3000):
+        s = sampler(**params, seed=seed)
+        proposal, context = [], [0] * 5
+        for row in draft:
+            proposal.append(s.pick_row(row, context + proposal))
+        verdict = verify(proposal, target, s, context)
+        for i, token in enumerate(verdict.tokens):
+            counts[i, token] += 1
+        seen_first += 1
+        accepted += verdict.num_accepted > 0
+        assert verdict.tokens[: verdict.num_accepted] == proposal[: verdict.num_accepted]
+    law = probabilities(target[0], SamplingParams(**params)).numpy()
+    assert chi_square_ok(counts[0], law)
+    # later rows are reached only after agreement, which is independent noise: the law holds there too
+    for i in (1, 2) if draft_seed == 1 else ():
+        law = probabilities(target[i], SamplingParams(**params)).numpy()
+        assert chi_square_ok(counts[i], law)
+    assert (accepted == seen_first) == (draft_seed == 1)
+
+
+def test_common_noise_accepts_at_least_the_coupling_bound():
+    """P(agree) >= (1 - TV) / (1 + TV): Daliri et al., arXiv 2408.07978."""
+    params = SamplingParams(temperature=1.0)
+    p_row, q_row = logits(1)[0], logits(1)[0] + 0.3 * logits(5)[0]
+    p, q = probabilities(p_row, params), probabilities(q_row, params)
+    distance = float((p - q).abs().sum() / 2)
+    agreed = 0
+    for position in range(3000):
+        s = sampler(temperature=1.0)
+        context = range(position)
+        agreed += s.pick_row(p_row, context) == s.pick_row(q_row, context)
+    bound = (1 - distance) / (1 + distance)
+    assert agreed / 3000 > bound - 3 * math.sqrt(bound * (1 - bound) / 3000)
+
+
+def test_noise_is_keyed_by_seed_and_position_alone():
+    row = logits(2)[0]
+    a, b = sampler(temperature=1.0, seed=1), sampler(temperature=1.0, seed=1)
+    first = [a.pick_row(row, range(i)) for i in range(50)]
+    assert [b.pick_row(row, range(i)) for i in reversed(range(50))] == first[::-1]
+    other = sampler(temperature=1.0, seed=2)
+    assert [other.pick_row(row, range(i)) for i in range(50)] != first
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    top_k=st.integers(0, V + 3),
+    top_p=st.floats(0.05, 1.0),
+    min_p=st.floats(0.0, 0.5),
+)
+@settings(max_examples=200, deadline=None)
+def test_filters_keep_what_their_definitions_say(seed, top_k, top_p, min_p):
+    row = logits(seed)[0]
+    params = SamplingParams(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p)
+    got = probabilities(row, params)
+    p = (row / 0.7).softmax(0)
+    order = p.argsort(descending=True)
+    keep = set(order[: top_k or V].tolist())
+    renormalized = torch.where(torch.tensor([i in keep for i in range(V)]), p, 0.0)
+    renormalized = renormalized / renormalized.sum()
+    total, nucleus = 0.0, set()
+    for i in order.tolist():
+        if i in keep and total < top_p:
+            nucleus.add(i)
+            total += float(renormalized[i])
+    best = float(p.max())
+    expected = {i for i in nucleus if float(p[i]) >= min_p * best}
+    borderline = {
+        i
+        for i in range(V)
+        if abs(float(p[i]) - min_p * best) < 1e-6 or abs(total - float(renormalized[i]) - top_p) < 1e-5
+    }
+    assert {i for i in range(V) if got[i] > 0} ^ expected <= borderline
+    assert float(got.sum()) == pytest.approx(1)
+
+
+def test_kind_g_o20_penalties_by_their_definitions():
+    row = torch.linspace(-1, 1, V)
+    context = [11, 11, 10, 3]  # the prompt is the first token
+    s = sampler(prompt_length=1, repetition_penalty=2.0)
+    expected = row.clone()
+    for token in {11, 10, 3}:
+        expected[token] = expected[token] / 2 if expected[token] > 0 else expected[token] * 2
+    assert torch.equal(s._penalized(row, context), expected)
+    s = sampler(prompt_length=1, presence_penalty=0.5, frequency_penalty=0.25)
+    expected = row.clone()
+    for token, count in {11: 1, 10: 1, 3: 1}.items():
+        expected[token] -= 0.5 + 0.25 * count
+    assert torch.allclose(s._penalized(row, context), expected)
+    assert sampler(prompt_length=4, presence_penalty=2.0).pick_row(row, context) == 11
+    assert sampler(prompt_length=0, presence_penalty=2.0).pick_row(row, context) == 9
+
+
+def test_kind_d_o7_padded_ids_are_never_chosen():
+    row = torch.zeros(V)
+    row[V - 1] = 100.0
+    assert sampler(num_tokens=V - 2).pick_row(row, []) < V - 2
+    s = sampler(num_tokens=V - 2, temperature=1.0)
+    assert all(s.pick_row(row, range(i)) < V - 2 for i in range(200))
+    assert sampler(num_tokens=V - 2).pick_greedy(row[None]) == [0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"presence_penalty": 1.0}])
+def test_kind_k_o33_non_finite_logits_are_an_error_never_a_token(bad, params):
+    row = torch.zeros(V)
+    row[4] = bad
+    with pytest.raises(SpmoeError, match="non-finite"):
+        sampler(**params).pick_row(row, [1])
+
+
+def test_the_nucleus_without_a_full_sort_is_the_nucleus():
+    row = torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 3
+    for top_p in (0.1, 0.5, 0.9, 0.99, 0.9999):
+        got = probabilities(row, SamplingParams(temperature=1.0, top_p=top_p))
+        p = row.softmax(0).sort(descending=True).values
+        wanted = int((p.cumsum(0) - p < top_p).sum())
+        assert abs(int((got > 0).sum()) - wanted) <= (1 if top_p > 0.999 else 0)
