@@ -1,0 +1,757 @@
+"""The command line: parses, prints, and turns errors into exit codes. All work is library functions.
+
+Every heavy import stands inside the command that needs it, so `--help` costs little more than click.
+Options read `SPMOE_` + their first long name from the environment (`SPMOE_DRAFT`, `SPMOE_CTX_SIZE`).
+Answers and asked-for output go to stdout; progress, remarks and errors to stderr. An error is one line;
+`--debug` adds the traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import click
+
+from spmoe_lite import terminal
+from spmoe_lite.errors import CapacityError, NotFoundError, SpmoeError, UsageError
+from spmoe_lite.terminal import note, size
+
+if TYPE_CHECKING:
+    from spmoe_lite.config import SamplingParams
+    from spmoe_lite.converters import ConvertPlan, ConvertResult
+    from spmoe_lite.engine import Engine
+
+PROGRAM = "spmoe-lite"
+FIRST_PAIR = ("mixtral-8x7b", "mistral-7b")  # what `chat` offers to convert where there is no pack
+PRECISIONS = ["bf16", "fp16", "fp32"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Run one command and exit with its code; the one place where an error becomes a line."""
+    sys.exit(run_command(list(sys.argv[1:] if args is None else args)))
+
+
+def run_command(args: list[str]) -> int:
+    state = {"debug": False}
+    terminal.make_streams_safe()
+    try:
+        code = cli.main(args, prog_name=PROGRAM, standalone_mode=False, obj=state)
+        return code if isinstance(code, int) else 0
+    except SystemExit as stop:  # click's answer to a closed pipe, and to shell completion
+        return stop.code if isinstance(stop.code, int) else 1
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted", err=True)
+        return 130
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
+    except click.ClickException as error:
+        ctx = getattr(error, "ctx", None)
+        command = ctx.command_path if ctx else PROGRAM
+        message = error.format_message().rstrip(".")
+        return _fail(f"{message}; see {command} --help", error.exit_code, state)
+    except SpmoeError as error:
+        return _fail(str(error), error.exit_code, state)
+    except OSError as error:
+        name = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{name}{error.strerror or error}", 1, state)
+    except MemoryError:
+        return _fail("out of memory", CapacityError.exit_code, state)
+    except BaseException as error:  # a library's panic is not an Exception
+        what = f"{type(error).__name__}: {error}".rstrip(": ")
+        return _fail(f"{what} (this is a bug in {PROGRAM}; --debug shows where)", 1, state)
+
+
+def _fail(message: str, code: int, state: dict[str, bool]) -> int:
+    if state["debug"]:
+        import traceback
+
+        click.echo(traceback.format_exc(), err=True)
+    click.echo(f"{PROGRAM}: {' '.join(message.split())}", err=True)
+    return code
+
+
+def _debug(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        ctx.find_object(dict)["debug"] = True
+
+
+def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    """One line each: ours, torch, triton, device, pack format."""
+    if not value or ctx.resilient_parsing:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    from spmoe_lite import __version__
+    from spmoe_lite.manifest import FORMAT
+
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "not installed"
+    cuda = torch.cuda.is_available()
+    rows = [
+        [PROGRAM, __version__],
+        ["torch", torch.__version__],
+        ["triton", triton],
+        ["device", torch.cuda.get_device_name() if cuda else "cpu"],
+        ["pack format", str(FORMAT)],
+    ]
+    click.echo(terminal.table(rows))
+    ctx.exit()
+
+
+def options(*declared: Callable[[F], F]) -> Callable[[F], F]:
+    """Several option decorators as one; they appear in `--help` in this order."""
+
+    def decorate(command: F) -> F:
+        for option in reversed(declared):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+debug_option = click.option(
+    "--debug",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_debug,
+    help="Show tracebacks and the library's log.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask before a large download.")
+offline_option = click.option("--offline", is_flag=True, help="Use local files only, no network.")
+
+model_options = options(
+    click.argument("pack", required=False),
+    click.option("--model", "-m", metavar="PACK", help="The same as PACK."),
+    click.option(
+        "--draft", "--draft-model", "-md", metavar="PACK", help="Pack that drafts and prefetches."
+    ),
+)
+engine_options = options(
+    click.option(
+        "--draft-tokens",
+        "--num-draft-tokens",
+        type=click.IntRange(0),
+        metavar="N",
+        help="Tokens drafted per step; 4 if not given, 0 for none.",
+    ),
+    click.option(
+        "--slots",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Experts kept on the device; else as many as --vram holds.",
+    ),
+    click.option(
+        "--vram",
+        default="auto",
+        metavar="SIZE",
+        help="Device memory to use: 20GiB, 0.9 of what is free, or auto.",
+    ),
+    click.option(
+        "--ctx-size",
+        "--context-length",
+        "-c",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Tokens of context; else the smaller of the model's and 8192.",
+    ),
+    click.option(
+        "--device", default="auto", metavar="DEVICE", help="Where to run: auto, cpu, cuda, cuda:N."
+    ),
+    click.option("--threads", "-t", type=click.IntRange(1), metavar="N", help="CPU threads."),
+    click.option("--no-prefetch", is_flag=True, help="Load experts only when they are needed."),
+    click.option(
+        "--cutoff",
+        type=click.IntRange(0),
+        metavar="N",
+        help="Prefetch only the first N layers; measured if not given.",
+    ),
+    click.option(
+        "--policy",
+        type=click.Choice(["layer-lru", "global-lru"]),
+        default="layer-lru",
+        help="Which expert leaves its slot.",
+    ),
+)
+sampling_options = options(
+    click.option(
+        "--max-tokens",
+        "--predict",
+        "-n",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Longest answer.",
+    ),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before TEXT."),
+    click.option("--system-prompt", "--system", "-sys", metavar="TEXT", help="System prompt."),
+    click.option(
+        "--template",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Chat template (jinja) in place of the pack's.",
+    ),
+    click.option(
+        "--temp",
+        "--temperature",
+        type=float,
+        metavar="X",
+        help="0 always takes the likeliest token.",
+    ),
+    click.option("--top-k", type=int, metavar="N", help="Sample from the N likeliest; 0 is off."),
+    click.option(
+        "--top-p", type=float, metavar="X", help="Sample from the likeliest that sum to X."
+    ),
+    click.option(
+        "--min-p", type=float, metavar="X", help="Drop tokens below X times the likeliest."
+    ),
+    click.option("--repeat-penalty", type=float, metavar="X", help="1 is off."),
+    click.option("--presence-penalty", type=float, metavar="X", help="0 is off."),
+    click.option("--frequency-penalty", type=float, metavar="X", help="0 is off."),
+    click.option(
+        "--seed", "-s", type=int, metavar="N", help="-1, the default, is a new one each time."
+    ),
+)
+
+
+class Commands(click.Group):
+    """The commands in the order in which a newcomer meets them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def command(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs.setdefault("context_settings", {"auto_envvar_prefix": "SPMOE"})
+        return super().command(*args, **kwargs)
+
+
+@click.group(
+    cls=Commands,
+    context_settings={"auto_envvar_prefix": "SPMOE", "help_option_names": ["-h", "--help"]},
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_version,
+    help="Versions of this program, torch, triton; device; pack format.",
+)
+@debug_option
+def cli() -> None:
+    """Run Mixture-of-Experts models that do not fit into VRAM.
+
+    Experts are paged through a slab of device memory. A draft model writes ahead, and its guesses say
+    which experts to fetch; the target verifies, so the text is exactly the target's.
+
+    Packs live in the user data folder; SPMOE_HOME moves it. Every option can be set in the environment
+    as SPMOE_ and its first long name: SPMOE_DRAFT, SPMOE_CTX_SIZE.
+
+    Exit codes: 0 fine, 1 error, 2 usage, 3 not found, 4 does not fit, 5 not supported, 6 damaged file,
+    7 network, 8 busy, 130 interrupted.
+    """
+
+
+@cli.command()
+@click.option("--prompt", "-p", metavar="TEXT", help="Ask this in place of the built-in question.")
+@click.option(
+    "--gguf",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The small model's GGUF file, if it is already here.",
+)
+@yes_option
+@engine_options
+@sampling_options
+@debug_option
+def demo(prompt: str | None, gguf: Path | None, yes: bool, **given: Any) -> int:
+    """Make a small real model pair, answer one prompt, then chat.
+
+    Builds a Mixture-of-Experts model and its draft from a 135M-parameter model, on this machine, and
+    runs it with half of its experts in slots, so that paging is seen.
+    """
+    from spmoe_lite.demo import DEFAULT_PROMPT, prepare
+
+    _show_log()
+    with terminal.interruptible() as cancel, terminal.ProgressDisplay() as progress:
+        target, draft = prepare(gguf=gguf, cancel=cancel, on_progress=progress)
+    if given["slots"] is None and given["vram"] == "auto":
+        from spmoe_lite.library import inspect
+
+        given["slots"] = inspect(target)["experts"] // 2
+    with _load(target, draft, given) as engine:
+        repl = _repl(engine, target, draft, given)
+        question = prompt or DEFAULT_PROMPT
+        click.echo(f"{terminal.dim('>>>')} {question}", err=True)
+        repl.say(question)
+        if not terminal.is_interactive():
+            return 0
+        note("now you: /help lists the commands, Ctrl-D leaves")
+        return repl.run()
+
+
+@cli.command()
+@model_options
+@engine_options
+@sampling_options
+@debug_option
+def chat(pack: str | None, model: str | None, draft: str | None, **given: Any) -> int:
+    """Talk to PACK; without one, to the pack used last.
+
+    Inside, /help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves.
+    """
+    _show_log()
+    target, draft_path = _choose(pack, model, draft, offer=terminal.is_interactive())
+    note(_pair(target, draft_path))
+    with _load(target, draft_path, given) as engine:
+        if engine.template is None:
+            raise UsageError(
+                f"{_name(target)} has no chat template: "
+                f"`{PROGRAM} run {_name(target)}` completes text, or give --template FILE"
+            )
+        repl = _repl(engine, target, draft_path, given)
+        if terminal.is_interactive():
+            note("/help lists the commands, Ctrl-D leaves")
+        return repl.run()
+
+
+@cli.command()
+@model_options
+@click.option("--prompt", "-p", metavar="TEXT", help="The prompt.")
+@click.option(
+    "--file", "-f", "prompt_file", metavar="FILE", help="File that holds the prompt; - is stdin."
+)
+@click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
+@json_option
+@engine_options
+@sampling_options
+@debug_option
+def run(
+    pack: str | None,
+    model: str | None,
+    draft: str | None,
+    prompt: str | None,
+    prompt_file: str | None,
+    raw: bool,
+    as_json: bool,
+    **given: Any,
+) -> int:
+    """Answer one prompt: from -p, from a file, or from stdin.
+
+    Only the answer goes to stdout. A model with a chat template is asked through it; one without
+    continues the text.
+    """
+    text = _read_prompt(prompt, prompt_file)
+    if not text and not raw:
+        raise UsageError("the prompt is empty")
+    _show_log()
+    target, draft_path = _choose(pack, model, draft, offer=False)
+    if not (pack or model):
+        note(_pair(target, draft_path))
+    with _load(target, draft_path, given) as engine:
+        sampling = _sampling(engine.default_sampling, given)
+        limits = {"max_tokens": given["max_tokens"], "stop": given["stop"]}
+        show = str if as_json or not terminal.is_terminal(sys.stdout) else terminal.printable
+        with terminal.interruptible() as cancel, terminal.ProgressDisplay() as progress:
+            limits |= {"sampling": sampling, "cancel": cancel, "on_progress": progress}
+            if raw or engine.template is None:
+                if given["system_prompt"]:
+                    raise UsageError("--system-prompt needs a chat template; --raw has none")
+                answer = engine.generate(text, **limits)
+            else:
+                answer = engine.chat(_messages(given["system_prompt"], text), **limits)
+            last = ""
+            for piece in answer:
+                if not as_json:
+                    progress.close()
+                    click.echo(show(piece), nl=False)
+                    last = piece or last
+            result = answer.result
+        if as_json:
+            _echo_json(
+                {
+                    "model": _name(target),
+                    "draft": _name(draft_path) if draft_path else None,
+                    "text": result.text,
+                    "prompt_tokens": result.prompt_tokens,
+                    "completion_tokens": result.completion_tokens,
+                    "finish_reason": result.finish_reason,
+                    "stats": result.stats.to_dict(),
+                }
+            )
+        else:
+            if not last.endswith("\n"):
+                click.echo()
+            note(result.stats.line())
+        return 130 if result.finish_reason == "cancelled" else 0
+
+
+@cli.command()
+@click.argument("source")
+@click.option("--name", metavar="NAME", help="Name of the pack; else from SOURCE.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Write the pack to this folder.",
+)
+@click.option("--experts", type=click.Choice(PRECISIONS), help="Precision of the experts.")
+@click.option("--dense", type=click.Choice(PRECISIONS), help="Precision of all else.")
+@click.option("--force", is_flag=True, help="Replace a pack made with other options.")
+@click.option("--low-disk", is_flag=True, help="Delete each downloaded file once it is packed.")
+@offline_option
+@yes_option
+@debug_option
+def convert(source: str, yes: bool, **given: Any) -> int:
+    """Make a pack from SOURCE.
+
+    SOURCE is a folder with a Hugging Face checkpoint, a .gguf file, a hub id (owner/model or
+    owner/model@revision), or a short name such as mixtral-8x7b. An existing path wins over a hub id. A
+    stopped conversion resumes when the same command is typed again.
+    """
+    from spmoe_lite import convert as library_convert
+
+    _show_log()
+    result = _convert(library_convert, source, confirm=lambda plan: _confirm(plan, yes), **given)
+    return 0 if result else 1
+
+
+@cli.command(name="list")
+@json_option
+@debug_option
+def list_packs(as_json: bool) -> None:
+    """List the packs of this machine."""
+    from spmoe_lite.library import home, packs
+
+    found = packs()
+    if as_json:
+        _echo_json(
+            [
+                {
+                    "name": p.name,
+                    "path": str(p.path),
+                    "size_bytes": p.size_bytes,
+                    "modified": _date(p.modified),
+                    "complete": p.complete,
+                    "moe": p.moe,
+                    "family": p.family,
+                }
+                for p in found
+            ]
+        )
+    elif not found:
+        note(f"no packs in {home()}: `{PROGRAM} demo` makes a small pair")
+    else:
+        rows = [["NAME", "SIZE", "KIND", "DATE"]]
+        for p in found:
+            kind = (p.family or "") + (" MoE" if p.moe and p.family != "mixtral" else "")
+            rows.append([p.name, size(p.size_bytes), kind or "?", _date(p.modified)[:10]])
+            if not p.complete:
+                rows[-1][3] += " partial"
+        click.echo(terminal.table(rows, right=[1]))
+
+
+@cli.command()
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@debug_option
+def rm(names: tuple[str, ...]) -> None:
+    """Delete packs, unfinished ones too."""
+    from spmoe_lite import packs, remove
+
+    sizes = {p.name: p.size_bytes for p in packs()}
+    for name in names:
+        remove(name)
+        freed = f" ({size(sizes[name])})" if name in sizes else ""
+        note(f"deleted {name}{freed}")
+
+
+@cli.command()
+@click.argument("pack")
+@json_option
+@debug_option
+def inspect(pack: str, as_json: bool) -> None:
+    """Show what is inside PACK."""
+    from spmoe_lite import inspect as library_inspect
+
+    found = library_inspect(_find(pack))
+    if as_json:
+        _echo_json(found)
+    else:
+        click.echo(terminal.table(_rows(found)))
+
+
+@cli.command()
+@click.argument("pack")
+@debug_option
+def verify(pack: str) -> None:
+    """Check every byte of PACK against its hashes."""
+    from spmoe_lite import verify as library_verify
+
+    with terminal.interruptible() as cancel, terminal.ProgressDisplay() as progress:
+        library_verify(_find(pack), on_progress=progress, cancel=cancel)
+    click.echo(f"{_name(_find(pack))}: every file is as it was written")
+
+
+@cli.command()
+@click.argument("name")
+@click.option("--experts", type=click.Choice(PRECISIONS), help="New precision of the experts.")
+@click.option("--dense", type=click.Choice(PRECISIONS), help="New precision of all else.")
+@click.option("--force", is_flag=True, help="Replace the pack though it has these options already.")
+@debug_option
+def repack(name: str, **given: Any) -> None:
+    """Upgrade a pack to this version's format, or change its precision, without a download."""
+    from spmoe_lite import repack as library_repack
+
+    _show_log()
+    _convert(library_repack, name, **given)
+
+
+@cli.command()
+@model_options
+@json_option
+@engine_options
+@debug_option
+def profile(
+    pack: str | None, model: str | None, draft: str | None, as_json: bool, **given: Any
+) -> None:
+    """Measure this machine with PACK and its draft: copy, draft and layer times.
+
+    The result is kept and sets how deep drafting prefetches.
+    """
+    from spmoe_lite.profile import profile as library_profile
+
+    _show_log()
+    target, draft_path = _choose(pack, model, draft, offer=False)
+    with _load(target, draft_path, given) as engine:
+        measured = library_profile(engine)
+    if as_json:
+        _echo_json(measured.to_dict())
+    else:
+        rows = [[key.replace("_", " "), f"{v:.3f}"] for key, v in measured.to_dict().items()]
+        click.echo(terminal.table(rows, right=[1]))
+
+
+# What the commands share
+
+
+def _show_log() -> None:
+    """The library's warnings as dim remarks on stderr; with --debug its whole log."""
+    import logging
+
+    class Remarks(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            note(record.getMessage())
+
+    debug = click.get_current_context().find_object(dict)["debug"]
+    logger = logging.getLogger("spmoe_lite")
+    logger.handlers = [h for h in logger.handlers if not isinstance(h, logging.StreamHandler)]
+    logger.addHandler(Remarks(logging.DEBUG if debug else logging.WARNING))
+    logger.setLevel(logging.DEBUG if debug else logging.WARNING)
+
+
+def _find(name: str) -> Path:
+    from spmoe_lite.library import find
+
+    return find(name)
+
+
+def _name(path: Path) -> str:
+    return path.name.removesuffix(".spmoe")
+
+
+def _pair(target: Path, draft: Path | None) -> str:
+    return f"{_name(target)}, drafted by {_name(draft)}" if draft else f"{_name(target)}, no draft"
+
+
+def _choose(
+    pack: str | None, model: str | None, draft: str | None, *, offer: bool
+) -> tuple[Path, Path | None]:
+    """The packs to run: what was named, else the one used last, else an offer to make one."""
+    if (
+        pack
+        and model
+        and click.get_current_context().get_parameter_source("model")
+        == (click.core.ParameterSource.COMMANDLINE)
+    ):
+        raise UsageError(f"two models: {pack} and {model}")
+    draft_path = _find(draft) if draft else None
+    named = pack or model
+    if named:
+        return _find(named), draft_path
+    from spmoe_lite.library import default_target
+
+    target = default_target(draft_path)
+    if target is not None:
+        return target, draft_path
+    first, second = FIRST_PAIR
+    if draft_path is not None:
+        raise NotFoundError(
+            f"no Mixture-of-Experts pack here has the vocabulary of {_name(draft_path)}; "
+            f"type: {PROGRAM} convert {first}"
+        )
+    if not offer:
+        raise NotFoundError(
+            f"no Mixture-of-Experts pack yet; type: {PROGRAM} convert {first}; "
+            f"{PROGRAM} convert {second}; {PROGRAM} chat {first} --draft {second} "
+            f"(or {PROGRAM} demo for a small one)"
+        )
+    note(f"no Mixture-of-Experts pack yet; `{PROGRAM} demo` makes a small one. The reference pair:")
+    from spmoe_lite import convert as library_convert
+
+    paths = []
+    for name in FIRST_PAIR:
+        made = _convert(
+            library_convert, name, confirm=lambda plan: _confirm(plan, False, always=True)
+        )
+        if made is None:
+            raise NotFoundError(f"no model to talk to; {PROGRAM} demo makes a small one")
+        paths.append(made.path)
+    return paths[0], paths[1]
+
+
+def _load(target: Path, draft: Path | None, given: dict[str, Any]) -> Engine:
+    """Load the pair with the options given, progress on stderr; Ctrl-C stops it cleanly."""
+    from spmoe_lite.engine import Engine
+
+    asked = {
+        "device": given["device"],
+        "vram": given["vram"],
+        "slots": given["slots"],
+        "ctx_size": given["ctx_size"],
+        "prefetch": not given["no_prefetch"],
+        "cutoff": given["cutoff"],
+        "policy": given["policy"],
+        "template": given.get("template"),
+        "on_plan": lambda plan: note(str(plan)),
+    }
+    if given["draft_tokens"] is not None:
+        asked["draft_tokens"] = given["draft_tokens"]
+    if given["threads"] is not None:
+        import torch
+
+        torch.set_num_threads(given["threads"])
+    with terminal.interruptible() as cancel, terminal.ProgressDisplay() as progress:
+        engine = Engine.load(target, draft, **asked, cancel=cancel, on_progress=progress)
+    for notice in engine.notices:
+        note(notice)
+    return engine
+
+
+def _sampling(default: SamplingParams, given: dict[str, Any]) -> SamplingParams:
+    """The model's own sampling with what was given on top."""
+    from dataclasses import replace
+
+    from spmoe_lite.repl import new_seed
+
+    names = {"temp": "temperature", "repeat_penalty": "repetition_penalty"}
+    flags = ("temp", "top_k", "top_p", "min_p", "repeat_penalty")
+    flags += ("presence_penalty", "frequency_penalty")
+    changed = {names.get(f, f): given[f] for f in flags if given[f] is not None}
+    seed = given["seed"]
+    changed["seed"] = new_seed() if seed is None or seed < 0 else seed
+    return replace(default, **changed)
+
+
+def _repl(engine: Engine, target: Path, draft: Path | None, given: dict[str, Any]) -> Any:
+    from spmoe_lite.library import home
+    from spmoe_lite.repl import Repl
+
+    seed = given["seed"]
+    return Repl(
+        engine,
+        _name(target),
+        draft=_name(draft) if draft else None,
+        system=given["system_prompt"],
+        sampling=_sampling(engine.default_sampling, given),
+        seed=None if seed is None or seed < 0 else seed,
+        max_tokens=given["max_tokens"],
+        stop=given["stop"],
+        history=home() / "history",
+    )
+
+
+def _messages(system: str | None, text: str) -> list[dict[str, str]]:
+    first = [{"role": "system", "content": system}] if system else []
+    return [*first, {"role": "user", "content": text}]
+
+
+def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:
+    """The prompt from -p, -f or stdin, without the line end an editor or echo puts last."""
+    if prompt is not None and prompt_file is not None:
+        raise UsageError("two prompts: give -p or -f, not both")
+    if prompt is not None:
+        return prompt
+    if prompt_file not in (None, "-"):
+        try:
+            return Path(prompt_file).read_text(encoding="utf-8").removesuffix("\n")
+        except FileNotFoundError:
+            raise NotFoundError(f"no prompt file {prompt_file}") from None
+        except UnicodeDecodeError:
+            raise UsageError(f"{prompt_file} is not text in UTF-8") from None
+    if sys.stdin is None or (prompt_file is None and terminal.is_terminal(sys.stdin)):
+        raise UsageError("no prompt: give -p TEXT or -f FILE, or pipe it in")
+    return sys.stdin.read().removesuffix("\n")
+
+
+def _convert(
+    function: Callable[..., ConvertResult], source: str, **given: Any
+) -> ConvertResult | None:
+    """Run `convert` or `repack` with progress; None if the answer to the question was no."""
+    from spmoe_lite.errors import Cancelled
+
+    with terminal.interruptible() as cancel, terminal.ProgressDisplay() as progress:
+        try:
+            result = function(source, **given, cancel=cancel, on_progress=progress)
+        except Cancelled:
+            progress.close()
+            note("stopped; the same command resumes")
+            raise
+    what = "already there" if result.already_there else "packed"
+    note(f"{what}: {result.path}")
+    return result
+
+
+def _confirm(plan: ConvertPlan, yes: bool, *, always: bool = False) -> bool:
+    """Print the sizes; ask where that is due, which without a terminal means --yes."""
+    click.echo(str(plan), err=True)
+    if yes or not (always or plan.needs_confirmation):
+        return True
+    if not terminal.is_terminal(sys.stdin):
+        raise UsageError("that is a lot, and nobody is there to be asked: give --yes to go on")
+    return terminal.ask("Go on?")
+
+
+def _date(modified: float) -> str:
+    from datetime import datetime
+
+    return datetime.fromtimestamp(modified).astimezone().isoformat(timespec="seconds")
+
+
+def _rows(values: dict[str, Any], prefix: str = "") -> list[list[str]]:
+    """Nested values as `name value` rows, bytes in readable units."""
+    rows = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            rows += _rows(value, f"{prefix}{key}.")
+        elif key.endswith("bytes") and isinstance(value, int):
+            rows.append([f"{prefix}{key.removesuffix('_bytes')}", size(value)])
+        else:
+            rows.append([f"{prefix}{key}", str(value)])
+    return rows
+
+
+def _echo_json(value: Any) -> None:
+    """ASCII only: the same bytes whatever stdout's encoding."""
+    import json
+
+    click.echo(json.dumps(value, indent=2, allow_nan=False))
