@@ -15,7 +15,11 @@ import torch.nn.functional as F
 
 
 def attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, start: int, window: int | None = None
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    start: int,
+    window: int | None = None,
 ) -> torch.Tensor:
     """q [T, Hq, D]; k_cache, v_cache [C, Hkv, D], rows up to start + T valid -> [T, Hq, D].
 
@@ -29,7 +33,11 @@ def attention(
 
 
 def attention_reference(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, start: int, window: int | None = None
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    start: int,
+    window: int | None = None,
 ) -> torch.Tensor:
     """The same by torch."""
     tokens, num_heads, head_dim = q.shape
@@ -38,7 +46,9 @@ def attention_reference(
     k = k_cache[first:end].transpose(0, 1)[None]  # [1, Hkv, keys, D]
     v = v_cache[first:end].transpose(0, 1)[None]
 
-    if tokens == 1:  # the heads of a group become rows: no mask, and the keys are read once per group
+    if (
+        tokens == 1
+    ):  # the heads of a group become rows: no mask, and the keys are read once per group
         out = F.scaled_dot_product_attention(q.view(1, k.shape[1], -1, head_dim), k, v)
         return out.reshape(1, num_heads, head_dim)
 

@@ -37,7 +37,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def expert_up(
-    x: torch.Tensor, experts: torch.Tensor, use: torch.Tensor, layout: ExpertLayout, out: torch.Tensor
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    use: torch.Tensor,
+    layout: ExpertLayout,
+    out: torch.Tensor,
 ) -> None:
     """x [T, H], experts [T, k] int32 (distinct in a row), use [n, 3] int64 -> fills out [T, k, I].
 
@@ -52,7 +56,11 @@ def expert_up(
 
 
 def expert_down(
-    h: torch.Tensor, experts: torch.Tensor, use: torch.Tensor, layout: ExpertLayout, out: torch.Tensor
+    h: torch.Tensor,
+    experts: torch.Tensor,
+    use: torch.Tensor,
+    layout: ExpertLayout,
+    out: torch.Tensor,
 ) -> None:
     """h [T, k, I], experts [T, k] int32, use [n, 3] int64 -> fills out [T, k, H].
 
@@ -76,7 +84,11 @@ def combine(partial: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def expert_up_reference(
-    x: torch.Tensor, experts: torch.Tensor, use: torch.Tensor, layout: ExpertLayout, out: torch.Tensor
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    use: torch.Tensor,
+    layout: ExpertLayout,
+    out: torch.Tensor,
 ) -> None:
     """The same by torch, over views of the addresses."""
     k, places = experts.shape[1], out.view(-1, out.shape[-1])
@@ -93,7 +105,11 @@ def expert_up_reference(
 
 
 def expert_down_reference(
-    h: torch.Tensor, experts: torch.Tensor, use: torch.Tensor, layout: ExpertLayout, out: torch.Tensor
+    h: torch.Tensor,
+    experts: torch.Tensor,
+    use: torch.Tensor,
+    layout: ExpertLayout,
+    out: torch.Tensor,
 ) -> None:
     """The same by torch, over views of the addresses."""
     rows, places = h.view(-1, h.shape[-1]), out.view(-1, out.shape[-1])
@@ -118,7 +134,10 @@ def _rows_by_expert(
     """For each line of `use` whose expert has rows: (its t * k + j in rising order, two addresses)."""
     flat = experts.reshape(-1)
     order = flat.argsort(stable=True)
-    ends = [0, *flat.bincount().cumsum(0).tolist()]  # rows of expert e are order[ends[e] : ends[e + 1]]
+    ends = [
+        0,
+        *flat.bincount().cumsum(0).tolist(),
+    ]  # rows of expert e are order[ends[e] : ends[e + 1]]
     return [
         (order[ends[expert] : ends[expert + 1]], address, copy_to)
         for expert, address, copy_to in use.tolist()

@@ -29,5 +29,7 @@ def gate_topk_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same by torch."""
     logits = F.linear(x.float(), router.float())
-    best, experts = torch.sort(logits, dim=-1, descending=True, stable=True)  # topk breaks ties anyhow
+    best, experts = torch.sort(
+        logits, dim=-1, descending=True, stable=True
+    )  # topk breaks ties anyhow
     return torch.softmax(best[:, :k], dim=-1), experts[:, :k].int()
