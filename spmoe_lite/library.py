@@ -42,9 +42,12 @@ class PackInfo:
     family: str  # "" where the manifest does not say
 
 
-def home() -> Path:
-    """The folder of packs: `SPMOE_HOME`, else the user's data folder. It may not exist yet."""
-    chosen = os.environ.get("SPMOE_HOME")
+def home(chosen: str | Path | None = None) -> Path:
+    """The folder of packs: `chosen`, else `SPMOE_HOME`, else the user's data folder.
+
+    It may not exist yet.
+    """
+    chosen = chosen or os.environ.get("SPMOE_HOME")
     if chosen:
         return Path(chosen).expanduser()
     import platformdirs
@@ -52,7 +55,10 @@ def home() -> Path:
     return platformdirs.user_data_path("spmoe-lite", appauthor=False)
 
 
-def find(name_or_path: str | Path, home: Path | None = None) -> Path:
+_home = home  # where a parameter has the name
+
+
+def find(name_or_path: str | Path, home: str | Path | None = None) -> Path:
     """The folder of a finished pack, by path first and then by name; its manifest is there, unread.
 
     Raises `NotFoundError` with the command that would make it: a known model that was not
@@ -61,7 +67,7 @@ def find(name_or_path: str | Path, home: Path | None = None) -> Path:
     given = Path(name_or_path)
     if (given / m.MANIFEST).is_file() and not given.name.endswith(m.PARTIAL):
         return given
-    folder, name = home or _home(), str(name_or_path).removesuffix(m.SUFFIX)
+    folder, name = _home(home), str(name_or_path).removesuffix(m.SUFFIX)
     if _is_name(name):
         path = folder / (name + m.SUFFIX)
         m.restore_old(path)
@@ -86,9 +92,9 @@ def _how_to_get(name: str, folder: Path) -> str:
     return f"no pack named {name} in {folder}{listed}"
 
 
-def packs(home: Path | None = None) -> list[PackInfo]:
+def packs(home: str | Path | None = None) -> list[PackInfo]:
     """Every pack and unfinished conversion in `home`, by name; damaged ones count as unfinished."""
-    folder = home or _home()
+    folder = _home(home)
     try:
         entries = sorted(folder.iterdir())
     except FileNotFoundError:
@@ -126,13 +132,13 @@ def _size_and_date(path: Path) -> tuple[int, float]:
     return size, newest or path.stat().st_mtime
 
 
-def remove(name: str | Path, home: Path | None = None) -> None:
+def remove(name: str | Path, home: str | Path | None = None) -> None:
     """Delete a pack by name or path, its unfinished conversion too.
 
     Raises `NotFoundError` if there is neither, `UsageError` for a folder that is not a pack,
     `BusyError` while a conversion is writing it.
     """
-    for path in _to_remove(name, home or _home()):
+    for path in _to_remove(name, _home(home)):
         if path.name.endswith(m.PARTIAL):
             with m.locked(path):
                 pass
@@ -166,7 +172,7 @@ def _checked(path: Path) -> Path:
     return path
 
 
-def inspect(pack: str | Path, home: Path | None = None) -> dict[str, Any]:
+def inspect(pack: str | Path, home: str | Path | None = None) -> dict[str, Any]:
     """What is inside a pack, as plain JSON values; reads the manifest, not the tensors."""
     path = find(pack, home)
     manifest = m.read_manifest(path)
@@ -205,7 +211,7 @@ def verify(
     pack: str | Path,
     on_progress: OnProgress | None = None,
     cancel: threading.Event | None = None,
-    home: Path | None = None,
+    home: str | Path | None = None,
 ) -> None:
     """Check sizes, headers and every hash of a pack; `DamagedError` names the first bad file."""
     from spmoe_lite.pack import Pack
@@ -217,11 +223,11 @@ def verify(
 # The pack used last
 
 
-def touch_used(path: Path, home: Path | None = None) -> None:
+def touch_used(path: Path, home: str | Path | None = None) -> None:
     """Remember that `path` is in use now. Where the home cannot be written, nothing is
     remembered.
     """
-    folder = home or _home()
+    folder = _home(home)
     used = _used(folder) | {str(Path(path).resolve()): time.time()}
     temporary = folder / f"{USED}.{os.getpid()}.tmp"
     try:
@@ -245,9 +251,9 @@ def _used(folder: Path) -> dict[str, float]:
     return {path: float(when) for path, when in pairs if isinstance(when, (int, float))}
 
 
-def last_used(home: Path | None = None) -> list[Path]:
+def last_used(home: str | Path | None = None) -> list[Path]:
     """Complete packs, the one used last first; those never used follow by date of making."""
-    folder = home or _home()
+    folder = _home(home)
     used = _used(folder)
     found = {info.path.resolve(): info.modified for info in packs(folder) if info.complete}
     made = sorted(found, key=lambda path: found[path], reverse=True)
@@ -256,7 +262,7 @@ def last_used(home: Path | None = None) -> list[Path]:
     return [*there, *(path for path in made if str(path) not in used)]
 
 
-def default_target(draft: Path | None = None, home: Path | None = None) -> Path | None:
+def default_target(draft: Path | None = None, home: str | Path | None = None) -> Path | None:
     """The MoE pack that `chat` without a name talks to: the last used whose vocabulary is the
     draft's.
 
@@ -294,10 +300,6 @@ def _same_vocabulary(target: Path, draft: Path) -> bool:
 
 
 # Names
-
-
-def _home() -> Path:
-    return home()
 
 
 def _is_name(name: str) -> bool:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import re
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,11 +53,13 @@ OLD = ".old"  # NAME.spmoe.old: a pack being replaced, for the moment between tw
 LOCK = ".lock"
 JOURNAL = "partial.json"  # what an unfinished conversion is of, and which files it has finished
 
-MAX_JSON_BYTES = 16 << 20  # of manifest.json and of a safetensors header
+MAX_JSON_BYTES = 4 << 20  # of manifest.json and partial.json
+MAX_ENTRY_BYTES = 512  # of one tensor's entry in a safetensors header, which bounds the header
 SAFETENSORS_DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 _TEXT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)+")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+log = logging.getLogger("spmoe_lite")
 _DISK_FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
 
@@ -171,7 +174,7 @@ def check_manifest(raw: Any, path: Path) -> Manifest:
     if not isinstance(raw, dict):
         _damaged(path, "is not a JSON object")
     version = raw.get("format")
-    if isinstance(version, bool) or version not in (FORMAT - 1, FORMAT):
+    if not is_whole(version) or version not in (FORMAT - 1, FORMAT):
         raise UnsupportedError(
             f"{path}: pack format {version!r:.40} is not supported (this version reads "
             f"{FORMAT - 1} and {FORMAT}); convert again or update spmoe-lite"
@@ -192,7 +195,8 @@ def check_manifest(raw: Any, path: Path) -> Manifest:
     for key in ("source", "options"):
         if not isinstance(raw.get(key), dict):
             _damaged(path, f"has no object {key!r}")
-    _check_audit(raw.get("audit"), config, path)
+    if version == FORMAT:
+        _check_audit(raw.get("audit"), config, path)
     return Manifest(
         raw=raw,
         format=version,
@@ -206,7 +210,7 @@ def check_manifest(raw: Any, path: Path) -> Manifest:
 
 
 def _upgrade(raw: dict[str, Any]) -> dict[str, Any]:
-    """Bring format 0 up to 1: it had neither the audit nor the number of tokens."""
+    """Bring format 0 up to 1: it had neither the audit (None here) nor the number of tokens."""
     if raw["format"] == FORMAT:
         return raw
     model = raw.get("model")
@@ -215,9 +219,7 @@ def _upgrade(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_audit(audit: Any, config: ModelConfig, path: Path) -> None:
-    """`None` came from format 0; otherwise every matrix that was expected was found."""
-    if audit is None:
-        return
+    """Every expert matrix that was expected was found."""
     names = ("layers", "experts", "matrices", "found")
     if not isinstance(audit, dict) or not all(is_whole(audit.get(name)) for name in names):
         _damaged(path, "has no audit of its tensors")
@@ -244,16 +246,19 @@ def _check_layout(
         layout = ExpertLayout(**values)
     except TypeError as error:
         _damaged(path, f"does not describe the experts ({error!r:.100})")
+    numbers = [getattr(layout, field.name) for field in fields(ExpertLayout)][1:]
+    if not all(is_whole(n) and n >= 0 for n in numbers):
+        _damaged(path, f"has an expert layout of other things than whole numbers: {numbers!r:.80}")
     model = (expert_dtype, config.hidden_size, config.intermediate_size)
     if (layout.dtype, layout.hidden_size, layout.intermediate_size) != model:
         _damaged(path, "describes experts of another shape or dtype than the model's")
     size = config.hidden_size * config.intermediate_size * DTYPE_BYTES[expert_dtype]
     offsets = (layout.gate_offset, layout.up_offset, layout.down_offset)
-    if not all(is_whole(n) and n >= 0 and n % ALIGN == 0 for n in offsets):
+    if any(n % ALIGN for n in offsets):
         _damaged(path, f"has expert offsets {offsets!r:.80}, not multiples of {ALIGN}")
     starts = sorted(offsets)
     ends = [*starts[1:], layout.stride]
-    if not is_whole(layout.stride) or layout.stride % STRIDE_UNIT:
+    if layout.stride % STRIDE_UNIT:
         _damaged(path, f"has stride {layout.stride!r:.40}, not a multiple of {STRIDE_UNIT}")
     if any(start + size > end for start, end in zip(starts, ends, strict=True)):
         _damaged(path, f"has expert matrices that overlap or pass the stride {layout.stride}")
@@ -343,19 +348,23 @@ def write_header(tensors: dict[str, tuple[str, tuple[int, ...], int]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def read_header(file: FileIO, path: Path) -> dict[str, Tensor]:
-    """Read a safetensors header: tensors follow one another without hole or overlap to the end.
+def read_header(file: FileIO, path: Path, expected: int | None = None) -> dict[str, Tensor]:
+    """Read the safetensors header of a file that should hold `expected` tensors (None: any number).
 
-    Raises `DamagedError`. At most 16 MiB are read, and never more than the file has.
+    They must follow one another without hole or overlap to the end of the file. Raises
+    `DamagedError`. What is read and parsed is bounded by `expected`, and by what the file has.
     """
+    most = MAX_JSON_BYTES if expected is None else MAX_ENTRY_BYTES * expected + 2 * PAGE
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(read_exactly(file, 8, path), "little")
-    if not 2 <= length <= min(MAX_JSON_BYTES, size - 8):
-        _damaged(path, f"claims a header of {length} bytes in a file of {size}")
+    if not 2 <= length <= min(size - 8, most):
+        _damaged(path, f"claims a header of {length} bytes, more than it has or needs")
     entries = load_json(read_exactly(file, length, path), path)
     if not isinstance(entries, dict):
         _damaged(path, "has a header that is not a JSON object")
     entries.pop("__metadata__", None)
+    if expected is not None and len(entries) != expected:
+        _damaged(path, f"holds {len(entries)} tensors, not {expected}")
     tensors, end = {}, 8 + length
     if end % PAGE:
         _damaged(path, f"has its first tensor at byte {end}, not on a multiple of {PAGE}")
@@ -394,9 +403,12 @@ def read_exactly(file: FileIO, count: int, path: Path) -> bytes:
 def load_json(data: bytes, path: Path) -> Any:
     """JSON from an untrusted file: UTF-8, no duplicate keys, no NaN, no bottomless nesting."""
     try:
-        return json.loads(
+        value = json.loads(
             data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
         )
+        if b"\\u" in data:  # half a surrogate pair is a string that nobody can print
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return value
     except (ValueError, RecursionError) as error:  # JSON and Unicode errors are ValueErrors
         raise DamagedError(f"{path} is not valid JSON ({type(error).__name__})") from error
 
@@ -465,15 +477,15 @@ def locked(folder: Path) -> Iterator[None]:
     behind.
     """
     path = folder / LOCK
-    try:
-        file = open(path, "ab")
-    except OSError as error:
-        raise disk_error(error, path, "write") from error
+    with naming(path, "write"):
+        file = open(path, "ab", buffering=0)
     with file:
         try:
             _lock(file)
-        except OSError as error:
+        except (BlockingIOError, PermissionError) as error:  # what flock and Windows answer
             raise BusyError(f"{folder} is being written by another process") from error
+        except OSError as error:
+            log.warning("%s cannot be locked (%s); let no second process write it", folder, error)
         yield
 
 

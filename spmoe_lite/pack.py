@@ -24,12 +24,15 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import mmap
 import os
 import queue
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import asdict
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
@@ -100,7 +103,6 @@ class Pack:
                     m.open_confined(self.path, name).close()
         for name in filter(m.is_text_name, list(self._open)):
             self._open.pop(name).close()
-        self._dense = m.read_header(self._open[m.DENSE], self.path / m.DENSE)
         self._check_dense()
         if self.config.is_moe:
             for layer in range(self.config.num_hidden_layers):
@@ -109,34 +111,30 @@ class Pack:
     def _check_dense(self) -> None:
         path, spelling = self.path / m.DENSE, m.SAFETENSORS_DTYPES[self.dense_dtype]
         expected = m.dense_shapes(self.config)
-        for name, shape in expected.items():
-            tensor = self._dense.get(name)
-            size = int(np.prod(shape, dtype=object)) * DTYPE_BYTES[self.dense_dtype]
-            if tensor is None or (tensor.dtype, tensor.shape, tensor.size) != (
-                spelling,
-                shape,
-                size,
-            ):
-                found = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-                raise DamagedError(
-                    f"{path}: {name} is {found}, not {spelling} {list(shape)}; convert again"
-                )
-        for name in self._dense:
+        self._dense = m.read_header(self._open[m.DENSE], path, len(expected))
+        for name, tensor in self._dense.items():
             if name not in expected:
                 raise DamagedError(f"{path}: unknown tensor {name!r:.80}; convert again")
+            size = math.prod(expected[name]) * DTYPE_BYTES[self.dense_dtype]
+            if (tensor.dtype, tensor.shape, tensor.size) != (spelling, expected[name], size):
+                raise DamagedError(
+                    f"{path}: {name} is {tensor.dtype!r:.20} {list(tensor.shape)!r:.60}, "
+                    f"not {spelling} {list(expected[name])}; convert again"
+                )
 
     def _check_experts(self, name: str) -> int:
         """Check one layer's header; return where its first expert starts."""
         assert self.expert_layout is not None
         path, stride = self.path / name, self.expert_layout.stride
-        tensors = m.read_header(self._open[name], path)
-        if list(tensors) != [f"expert.{e}" for e in range(self.config.num_local_experts)]:
+        count = self.config.num_local_experts
+        tensors = m.read_header(self._open[name], path, count)
+        if list(tensors) != [f"expert.{e}" for e in range(count)]:
             raise DamagedError(f"{path} does not list its experts in order; convert again")
         for key, tensor in tensors.items():
             if (tensor.dtype, tensor.shape, tensor.size) != ("U8", (stride,), stride):
                 raise DamagedError(
-                    f"{path}: {key} is {tensor.dtype} {list(tensor.shape)}, not U8 [{stride}]; "
-                    f"convert again"
+                    f"{path}: {key} is {tensor.dtype!r:.20} {list(tensor.shape)!r:.60}, "
+                    f"not U8 [{stride}]; convert again"
                 )
         return tensors["expert.0"].start
 
@@ -241,22 +239,34 @@ class Pack:
     def verify(
         self, on_progress: OnProgress | None = None, cancel: threading.Event | None = None
     ) -> None:
-        """Hash every file; `DamagedError` names the first that differs from the manifest."""
+        """Hash every file, several at a time; `DamagedError` names one that was altered."""
+        done = dict.fromkeys(self.files, 0)
         total = sum(size for size, _ in self.files.values())
-        done = 0
-        for name, (size, digest) in self.files.items():
+        stop = threading.Event()
 
-            def report(count: int, before: int = done) -> None:
-                if on_progress is not None:
-                    on_progress(Progress("verify", before + count, total, "bytes"))
-
+        def hash_one(name: str, size: int, digest: str) -> None:
             with m.open_listed(self.path, name, size) as file:
-                if _hash_file(file, self.path / name, cancel, report) != digest:
-                    raise DamagedError(
-                        f"{self.path / name} is not what was written (its SHA-256 differs from the "
-                        f"manifest's); convert again"
-                    )
-            done += size
+                found = _hash_file(file, self.path / name, stop, lambda n: done.update({name: n}))
+            if found != digest:
+                raise DamagedError(
+                    f"{self.path / name} is not what was written (its SHA-256 differs from the "
+                    f"manifest's); convert again"
+                )
+
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1), "spmoe-verify") as pool:
+            pending = {pool.submit(hash_one, name, *entry) for name, entry in self.files.items()}
+            try:
+                while pending:
+                    check(cancel)
+                    finished, pending = wait(pending, 0.1, FIRST_COMPLETED)
+                    for future in finished:
+                        future.result()
+                    if on_progress is not None:
+                        on_progress(Progress("verify", sum(done.values()), total, "bytes"))
+            except BaseException:
+                stop.set()
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
 
     def close(self) -> None:
         """Close the files and unmap; idempotent. The module's docstring has the rule for views."""
@@ -314,7 +324,7 @@ class PackWriter:
             "model": config.to_dict(),
             "dense_dtype": dense_dtype,
             "expert_dtype": expert_dtype if config.is_moe else None,
-            "expert_layout": _layout_dict(self.layout),
+            "expert_layout": self.layout and asdict(self.layout),
             "source": source,
             "options": options,
         }
@@ -351,28 +361,24 @@ class PackWriter:
                 (self.partial / m.EXPERTS).mkdir(exist_ok=True)
 
     def _wipe(self, journal: dict[str, Any]) -> None:
-        found = {entry.name for entry in self.partial.iterdir()} - {
-            m.LOCK,
-            m.JOURNAL,
-            m.JOURNAL + ".tmp",
-        }
+        """Delete what another conversion left; the journal goes last, by being replaced."""
+        keep = {m.LOCK, m.JOURNAL, m.JOURNAL + ".tmp"}
+        with m.naming(self.partial, "write"):
+            found = [entry for entry in self.partial.iterdir() if entry.name not in keep]
         if found and not journal:
             raise UsageError(
                 f"{self.partial} exists and is not an unfinished conversion; move it away"
             )
         with m.naming(self.partial, "write"):
-            for name in found:
-                entry = self.partial / name
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.rmtree(entry)
-                else:
-                    entry.unlink()
+            for entry in found:
+                _delete(entry)
 
     def _check_target(self) -> None:
         if not os.path.lexists(self.path):
             return
-        if self.path.is_dir() and not any(self.path.iterdir()):
-            return  # an empty folder that the user made for us
+        with m.naming(self.path, "read"):
+            if self.path.is_dir() and not any(self.path.iterdir()):
+                return  # an empty folder that the user made for us
         if not (self.path / m.MANIFEST).is_file() or self.path.is_symlink():
             raise UsageError(f"{self.path} exists and is not a pack; choose another place")
         if not self.force:
@@ -420,7 +426,7 @@ class PackWriter:
         size = DTYPE_BYTES[self.dense_dtype]
         spelling = m.SAFETENSORS_DTYPES[self.dense_dtype]
         header = m.write_header(
-            {name: (spelling, shape, size * _count(shape)) for name, shape in shapes.items()}
+            {name: (spelling, shape, size * math.prod(shape)) for name, shape in shapes.items()}
         )
         with self._writing(m.DENSE) as out:
             out.write(header)
@@ -544,10 +550,25 @@ class PackWriter:
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         m.check_manifest(json.loads(json.dumps(raw)), self.partial / m.MANIFEST)
+        self._delete_strays()
         _write_json(self.partial / m.MANIFEST, raw)
         Pack.open(self.partial).close()
         self._check_target()
         self._stack.close()
+        self._rename()
+        return self.path
+
+    def _delete_strays(self) -> None:
+        """Temporary files of a killed run, and whatever else is no part of the pack."""
+        keep = {m.LOCK, m.JOURNAL, *self._files}
+        with m.naming(self.partial, "write"):
+            for entry in [*self.partial.iterdir(), *self.partial.glob(m.EXPERTS + "/*")]:
+                name = entry.relative_to(self.partial).as_posix()
+                if name not in keep and not (name == m.EXPERTS and self.config.is_moe):
+                    _delete(entry)
+
+    def _rename(self) -> None:
+        """The partial folder becomes the pack; one that was there is deleted last."""
         old = self.path.with_name(self.path.name + m.OLD)
         with m.naming(self.path, "write"):
             (self.partial / m.LOCK).unlink(missing_ok=True)
@@ -557,20 +578,24 @@ class PackWriter:
                 self.path.rename(old)
             elif self.path.is_dir():
                 self.path.rmdir()
-            self.partial.rename(self.path)
+            try:
+                self.partial.rename(self.path)
+            except OSError:
+                m.restore_old(self.path)
+                raise
             _sync_folder(self.path.parent)
             (self.path / m.JOURNAL).unlink(missing_ok=True)
         shutil.rmtree(old, ignore_errors=True)
-        return self.path
 
     def close(self) -> None:
-        """Give up the lock; a partial folder in which nothing was finished is removed.
-        Idempotent.
-        """
+        """Give up the lock; a partial folder in which nothing was finished goes. Idempotent."""
         held = self._stack.pop_all()
-        if self.partial.is_dir() and not self._files:
+        empty = not self._files and self.partial.is_dir()
+        if empty:
             shutil.rmtree(self.partial, ignore_errors=True)
         held.close()
+        if empty and os.name == "nt":  # where an open lock file cannot be deleted
+            shutil.rmtree(self.partial, ignore_errors=True)
 
     def __enter__(self) -> PackWriter:
         return self
@@ -674,6 +699,13 @@ def _hash_file(
             report(done)
 
 
+def _delete(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink()
+
+
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
     """uint8 [n] over the memory of a CPU tensor; a copy only if it is not contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -684,38 +716,28 @@ def _check_tensor(name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int,
         raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}")
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
-
-
-def _layout_dict(layout: ExpertLayout | None) -> dict[str, Any] | None:
-    if layout is None:
-        return None
-    return {name: getattr(layout, name) for name in ExpertLayout.__dataclass_fields__}
-
-
 def _write_json(path: Path, value: Any) -> None:
     """Write JSON under a temporary name, flush it, rename it into place."""
     temporary = path.with_name(path.name + ".tmp")
     with m.naming(path, "write"):
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1, ensure_ascii=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                json.dump(value, file, indent=1)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
         _sync_folder(path.parent)
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flush a rename to the disk, where the system lets a folder be opened (not on Windows)."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
+    """Flush a rename to the disk; systems that cannot (Windows, some network disks) go without."""
+    if hasattr(os, "O_DIRECTORY"):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        with contextlib.suppress(OSError):
+            os.fsync(handle)
         os.close(handle)
