@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from spmoe_lite import terminal
-from spmoe_lite.errors import CapacityError, NotFoundError, SpmoeError, UsageError
+from spmoe_lite.errors import Cancelled, CapacityError, NotFoundError, SpmoeError, UsageError
 from spmoe_lite.terminal import note, size
 
 if TYPE_CHECKING:
@@ -422,7 +422,7 @@ def convert(source: str, yes: bool, **given: Any) -> int:
     from spmoe_lite import convert as library_convert
 
     _show_log()
-    result = _convert(library_convert, source, confirm=lambda plan: _confirm(plan, yes), **given)
+    result = _convert(library_convert, source, lambda plan: _confirm(plan, yes), **given)
     return 0 if result else 1
 
 
@@ -606,17 +606,21 @@ def _choose(
             f"(or {PROGRAM} demo for a small one)"
         )
     note(f"no Mixture-of-Experts pack yet; `{PROGRAM} demo` makes a small one. The reference pair:")
+    target = _offer(first)
+    if target is None:
+        raise NotFoundError(f"no model to talk to; type: {PROGRAM} demo")
+    return target, _offer(second)
+
+
+def _offer(name: str) -> Path | None:
+    """Convert a known model if the person agrees to its sizes."""
     from spmoe_lite import convert as library_convert
 
-    paths = []
-    for name in FIRST_PAIR:
-        made = _convert(
-            library_convert, name, confirm=lambda plan: _confirm(plan, False, always=True)
-        )
-        if made is None:
-            raise NotFoundError(f"no model to talk to; {PROGRAM} demo makes a small one")
-        paths.append(made.path)
-    return paths[0], paths[1]
+    try:
+        return _find(name)
+    except NotFoundError:
+        made = _convert(library_convert, name, lambda plan: _confirm(plan, False, always=True))
+        return made.path if made else None
 
 
 def _load(target: Path, draft: Path | None, given: dict[str, Any]) -> Engine:
@@ -704,20 +708,31 @@ def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:
 
 
 def _convert(
-    function: Callable[..., ConvertResult], source: str, **given: Any
+    function: Callable[..., ConvertResult],
+    source: str,
+    ask: Callable[[ConvertPlan], bool] | None = None,
+    **given: Any,
 ) -> ConvertResult | None:
-    """Run `convert` or `repack` with progress; None if the answer to the question was no."""
-    from spmoe_lite.errors import Cancelled
+    """Run `convert` or `repack` with progress; None if `ask`, shown the plan, says no."""
+    refused = False
 
+    def confirm(plan: ConvertPlan) -> bool:
+        nonlocal refused
+        progress.close()
+        refused = ask is not None and not ask(plan)
+        return not refused
+
+    if ask is not None:
+        given["confirm"] = confirm
     with terminal.interruptible() as cancel, terminal.ProgressDisplay() as progress:
         try:
             result = function(source, **given, cancel=cancel, on_progress=progress)
         except Cancelled:
-            progress.close()
-            note("stopped; the same command resumes")
-            raise
-    what = "already there" if result.already_there else "packed"
-    note(f"{what}: {result.path}")
+            if refused:
+                note("nothing was written")
+                return None
+            raise Cancelled("stopped; the same command resumes") from None
+    note(f"{'already there' if result.already_there else 'packed'}: {result.path}")
     return result
 
 

@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
 from spmoe_lite.config import SamplingParams
 from spmoe_lite.errors import CapacityError
-from spmoe_lite.progress import Progress
+from spmoe_lite.progress import Progress, check
 from spmoe_lite.stats import Counters, RunStats
 
 
@@ -89,8 +89,11 @@ class Engine:
     def load(cls, target: Any, draft: Any = None, **given: Any) -> Engine:
         given["on_plan"]("128 of 256 slots · 12.0 GB · about 50 ms per token")
         on_progress = given["on_progress"]
-        for done in range(0, 101, 50):
-            on_progress(Progress("load", done, 100, "bytes"))
+        pause = float(os.environ.get("FAKE_LOAD_SECONDS", 0)) / 50
+        for done in range(0, 51):
+            check(given["cancel"])
+            on_progress(Progress("load", done * 10**9, 50 * 10**9, "bytes"))
+            time.sleep(pause)
         cls.loaded.append({"target": target, "draft": draft, **given})
         return cls()
 

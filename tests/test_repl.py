@@ -173,6 +173,24 @@ def test_the_second_ctrl_c_after_a_stopped_answer_leaves(screen):
     assert child.exit_code() == 130
 
 
+@pytest.mark.parametrize("columns", [40, 80])
+def test_loading_shows_one_live_line_that_goes_away(screen, columns):
+    child = screen(columns=columns, FAKE_LOAD_SECONDS="1.5")
+    loading = child.wait_for(">>>")
+    lines = [line for line in re.split(r"[\r\n]+", loading) if " of 50.0 GB" in line]
+    assert len(lines) > 3
+    assert max(map(len, lines)) <= columns
+    assert "\x1b[2K" in child.raw  # and the line was erased
+
+
+def test_ctrl_c_while_loading_leaves_at_once(screen):
+    child = screen(FAKE_LOAD_SECONDS="30")
+    child.wait_for("of 50.0 GB")
+    child.type("\x03")
+    assert child.exit_code() == 130
+    assert "cancelled" in child.raw and "Traceback" not in child.raw
+
+
 def test_ctrl_c_on_a_typed_line_clears_it(screen):
     child = screen()
     child.wait_for(">>>")

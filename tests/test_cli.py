@@ -1,0 +1,659 @@
+"""The command line: what it parses, prints and exits with; the work behind it is tested elsewhere.
+
+`python tests/test_cli.py` writes docs/cli.md anew after a change of `--help`.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs" / "cli.md"
+HEADER = """\
+# The command line
+
+What `--help` prints, gathered by `python tests/test_cli.py`; a test compares.
+"""
+
+
+def help_pages() -> str:
+    """docs/cli.md: the help of the program and of each command, 80 columns wide."""
+    import click
+
+    from spmoe_lite.cli import PROGRAM, cli
+
+    settings = {"terminal_width": 80, "max_content_width": 80}
+    top = click.Context(cli, info_name=PROGRAM, **settings)
+    pages = [HEADER, f"## {PROGRAM}\n\n```text\n{cli.get_help(top)}\n```\n"]
+    for name, command in cli.commands.items():
+        ctx = click.Context(command, info_name=name, parent=top, **settings)
+        pages.append(f"## {PROGRAM} {name}\n\n```text\n{command.get_help(ctx)}\n```\n")
+    return "\n".join(pages)
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+    DOCS.write_text(help_pages(), encoding="utf-8")
+    raise SystemExit
+
+
+from spmoe_lite import cli, errors, library, terminal  # noqa: E402
+from spmoe_lite.library import PackInfo  # noqa: E402
+from spmoe_lite.progress import Progress  # noqa: E402
+from tests import fake_engine  # noqa: E402
+from tests.test_repl import FAKE, environment  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPMOE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """The scripted engine in place of the real one, and packs that are found by any name."""
+    module = type(sys)("spmoe_lite.engine")
+    module.Engine = fake_engine.Engine
+    monkeypatch.setitem(sys.modules, "spmoe_lite.engine", module)
+    monkeypatch.setattr(library, "find", lambda name, home=None: Path(f"{name}.spmoe"))
+    monkeypatch.setattr(fake_engine.Engine, "loaded", [])
+    monkeypatch.setattr(fake_engine.Engine, "template", object())
+    return fake_engine.Engine
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """Replaces stdin: text from a pipe, or from a person if `person`."""
+    import io
+
+    def replace(text: str | None, person: bool = False) -> None:
+        stream = None if text is None else io.StringIO(text)
+        if person:
+            stream.isatty = lambda: True
+        monkeypatch.setattr(sys, "stdin", stream)
+
+    replace("")
+    return replace
+
+
+def spmoe(*args: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(list(args))
+    return stop.value.code
+
+
+def seen(capsys) -> tuple[str, list[str]]:
+    """(stdout, lines of stderr)"""
+    captured = capsys.readouterr()
+    return captured.out, captured.err.splitlines()
+
+
+# Help, version, start-up
+
+
+def test_the_help_pages_are_in_the_docs():
+    assert DOCS.read_text(encoding="utf-8") == help_pages()
+
+
+def test_help_needs_nothing_but_click():
+    """No torch, numpy, rich, prompt-toolkit or hub client; time follows from that."""
+    code = (
+        "import sys\nsys.argv = ['spmoe-lite', 'chat', '--help']\n"
+        "from spmoe_lite.cli import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'numpy', 'rich', 'prompt_toolkit', 'huggingface_hub', 'tokenizers', "
+        "'jinja2', 'psutil', 'platformdirs', 'asyncio', 'json'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert done.stderr.strip() == "[]"
+
+
+def test_help_takes_about_as_long_as_click(tmp_path):
+    """Aim: twice the time of `import click`; the best of several runs, and room for a busy machine."""
+
+    def best(*command: str) -> float:
+        times = []
+        for _ in range(7):
+            started = time.perf_counter()
+            subprocess.run(
+                [sys.executable, *command], stdout=subprocess.DEVNULL, cwd=ROOT, check=True
+            )
+            times.append(time.perf_counter() - started)
+        return min(times)
+
+    assert best("-m", "spmoe_lite", "--help") < 2.5 * best("-c", "import click")
+
+
+def test_version_names_all_that_matters(capsys):
+    assert spmoe("--version") == 0
+    out, _ = seen(capsys)
+    for name in ("spmoe-lite", "torch", "triton", "device", "pack format"):
+        assert re.search(rf"^{name} +\S", out, re.MULTILINE)
+
+
+def test_no_arguments_show_the_help(capsys):
+    assert spmoe() == 2
+    assert "Commands:" in "".join(capsys.readouterr())
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    "args, reason",
+    [
+        (["run", "--frob", "mix"], "--frob"),
+        (["frob"], "frob"),
+        (["run", "mix", "--temp", "hot"], "hot"),
+        (["run", "mix", "--slots", "0"], "--slots"),
+        (["convert"], "SOURCE"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_2(capsys, args, reason):
+    assert spmoe(*args) == 2
+    out, err = seen(capsys)
+    assert out == "" and len(err) == 1
+    assert err[0].startswith("spmoe-lite: ") and reason in err[0] and err[0].endswith(" --help")
+
+
+ERRORS = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, Exception)]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_every_error_class_is_one_line_and_its_code(monkeypatch, capsys, error):
+    def fail(*args, **given):
+        raise error("x.spmoe: 3 bytes of 4;\n  type: this")
+
+    monkeypatch.setattr(library, "remove", fail)
+    assert spmoe("rm", "x") == error.exit_code
+    assert seen(capsys) == ("", ["spmoe-lite: x.spmoe: 3 bytes of 4; type: this"])
+
+
+class Panic(BaseException):
+    """What a tokenizer written in Rust raises when it is surprised."""
+
+
+@pytest.mark.parametrize(
+    "error, code, line",
+    [
+        (KeyError("weights"), 1, "KeyError: 'weights' (this is a bug in spmoe-lite; --debug"),
+        (AssertionError(), 1, "AssertionError (this is a bug in spmoe-lite; --debug"),
+        (Panic("called unwrap on None"), 1, "Panic: called unwrap on None (this is a bug"),
+        (PermissionError(13, "Permission denied", "/x"), 1, "/x: Permission denied"),
+        (MemoryError(), 4, "out of memory"),
+    ],
+)
+def test_an_unforeseen_error_is_one_line_too(monkeypatch, capsys, error, code, line):
+    def fail(*args, **given):
+        raise error
+
+    monkeypatch.setattr(library, "remove", fail)
+    assert spmoe("rm", "x") == code
+    out, err = seen(capsys)
+    assert out == "" and len(err) == 1
+    assert err[0].startswith(f"spmoe-lite: {line}")
+    assert spmoe("rm", "x", "--debug") == code
+    assert any(line.startswith("Traceback") for line in seen(capsys)[1])
+
+
+@pytest.mark.parametrize("where", [["--debug", "run"], ["run", "--debug"]])
+def test_debug_shows_the_traceback_and_the_same_line(engine, typed, capsys, where):
+    assert spmoe(*where, "mix", "-p", "crash") == 1
+    _, err = seen(capsys)
+    assert "Traceback (most recent call last):" in err
+    assert err[-1].startswith("spmoe-lite: KeyError: 'weights'")
+
+
+def test_ctrl_c_is_130_without_a_traceback(monkeypatch, capsys):
+    def fail(*args, **given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(library, "remove", fail)
+    assert spmoe("rm", "x") == 130
+    assert seen(capsys)[1][-1] == "interrupted"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="SIGINT and sh")
+def test_ctrl_c_during_an_answer_keeps_what_there_is(tmp_path):
+    child = subprocess.Popen(
+        [*FAKE, "run", "mix", "-p", "slow", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(tmp_path),
+    )
+    while b"slots" not in child.stderr.readline():
+        pass
+    time.sleep(0.3)
+    child.send_signal(2)
+    out, err = child.communicate(timeout=20)
+    assert child.returncode == 130
+    found = json.loads(out)
+    assert found["finish_reason"] == "cancelled" and found["text"].startswith("0 1 2")
+    assert b"Traceback" not in err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sh")
+def test_a_closed_pipe_is_quiet(tmp_path):
+    command = " ".join(f"'{part}'" for part in [*FAKE, "run", "mix", "-p", "slow"])
+    done = subprocess.run(
+        ["sh", "-c", f"{command} | head -c 3"],
+        capture_output=True,
+        timeout=30,
+        env=environment(tmp_path),
+    )
+    assert done.stdout == b"0 1"
+    assert b"slots" in done.stderr and b"rror" not in done.stderr and b"Trace" not in done.stderr
+
+
+# run
+
+
+def test_run_prints_the_answer_and_nothing_else(engine, typed, capsys):
+    assert spmoe("run", "mix", "-p", "hello") == 0
+    out, err = seen(capsys)
+    assert out == "You said: hello\n"
+    assert err[0].startswith("128 of 256 slots") and err[-1].startswith("3 tokens")
+
+
+def test_run_json_is_one_object_in_ascii(engine, typed, capsys):
+    assert spmoe("run", "mix", "--draft", "mis", "-p", "unicode", "--json", "--raw") == 0
+    out, _ = seen(capsys)
+    assert out.isascii()
+    found = json.loads(out)
+    assert (found["model"], found["draft"], found["text"]) == (
+        "mix",
+        "mis",
+        "You said: raw unicode",
+    )
+    assert (found["prompt_tokens"], found["completion_tokens"]) == (3, 3)
+    assert found["finish_reason"] == "stop"
+    assert found["stats"]["acceptance"] == 0.5 and found["stats"]["bytes_moved"] == 1_500_000_000
+
+
+@pytest.mark.parametrize("how", ["-p", "-f", "-f -", "pipe"])
+def test_the_prompt_comes_from_the_flag_a_file_or_stdin(engine, typed, capsys, tmp_path, how):
+    file = tmp_path / "prompt.txt"
+    file.write_text("tell é\n", encoding="utf-8")
+    typed("tell é\n" if how in ("-f -", "pipe") else "not this")
+    given = {"-p": ["-p", "tell é"], "-f": ["-f", str(file)], "-f -": ["-f", "-"], "pipe": []}[how]
+    assert spmoe("run", "mix", *given) == 0
+    assert seen(capsys)[0] == "You said: tell é\n"
+
+
+@pytest.mark.parametrize("missing", [None, "", "\n"])
+def test_no_prompt_is_wrong_usage(engine, typed, capsys, missing):
+    typed(missing)
+    assert spmoe("run", "mix") == 2
+    assert engine.loaded == []  # said before anything is loaded
+    typed("", person=True)
+    assert spmoe("run", "mix") == 2
+    assert "-p TEXT" in seen(capsys)[1][-1]
+
+
+def test_two_prompts_or_a_bad_file_are_refused(engine, typed, capsys, tmp_path):
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(b"\xff\xfe")
+    assert spmoe("run", "mix", "-p", "a", "-f", str(bad)) == 2
+    assert spmoe("run", "mix", "-f", str(bad)) == 2
+    assert spmoe("run", "mix", "-f", str(tmp_path / "none")) == 3
+    assert spmoe("run", "mix", "-f", str(tmp_path)) == 1
+    assert str(tmp_path) in seen(capsys)[1][-1]
+
+
+def test_a_pack_without_a_template_continues_the_text(engine, typed, capsys):
+    engine.template = None
+    assert spmoe("run", "mix", "-p", "hello") == 0
+    assert seen(capsys)[0] == "You said: raw hello\n"
+    assert spmoe("run", "mix", "-p", "hello", "-sys", "Be brief.") == 2
+
+
+def test_options_reach_the_engine(engine, typed, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        engine, "chat", lambda self, messages, **given: asked.append((messages, given)) or NOTHING
+    )
+    assert (
+        spmoe(
+            *"run mix -p hi -md mis --draft-tokens 2 --slots 9 --vram 20GiB -c 99 --device cpu".split(),
+            *"--no-prefetch --cutoff 3 --policy global-lru --temperature 0.5 --top-k 4".split(),
+            *"--top-p 0.8 --min-p 0.1 --repeat-penalty 1.1 --presence-penalty 0.2".split(),
+            *"--frequency-penalty 0.3 -s 5 -n 6 -sys Brief. --stop A --stop B".split(),
+            *"--template t.jinja".split(),
+        )
+        == 0
+    )
+    loaded = engine.loaded[0]
+    assert (loaded["target"], loaded["draft"]) == (Path("mix.spmoe"), Path("mis.spmoe"))
+    for name, value in {
+        "draft_tokens": 2,
+        "slots": 9,
+        "vram": "20GiB",
+        "ctx_size": 99,
+        "device": "cpu",
+        "prefetch": False,
+        "cutoff": 3,
+        "policy": "global-lru",
+        "template": Path("t.jinja"),
+    }.items():
+        assert loaded[name] == value
+    (messages, given) = asked[0]
+    assert [m["role"] for m in messages] == ["system", "user"]
+    assert (given["max_tokens"], given["stop"]) == (6, ("A", "B"))
+    sampling = given["sampling"]
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (
+        0.5,
+        4,
+        0.8,
+        0.1,
+    )
+    assert (sampling.repetition_penalty, sampling.presence_penalty) == (1.1, 0.2)
+    assert (sampling.frequency_penalty, sampling.seed) == (0.3, 5)
+
+
+NOTHING = fake_engine.Generation(iter(()), None, None)
+
+
+def test_options_come_from_the_environment_and_flags_win(engine, typed, monkeypatch):
+    for name, value in {
+        "SPMOE_DRAFT": "mis",
+        "SPMOE_SLOTS": "9",
+        "SPMOE_CTX_SIZE": "77",
+        "SPMOE_NO_PREFETCH": "1",
+        "SPMOE_MODEL": "other",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert spmoe("run", "mix", "-p", "hi", "--slots", "5") == 0
+    loaded = engine.loaded[0]
+    assert (loaded["target"], loaded["draft"]) == (Path("mix.spmoe"), Path("mis.spmoe"))
+    assert (loaded["slots"], loaded["ctx_size"], loaded["prefetch"]) == (5, 77, False)
+    assert spmoe("run", "-p", "hi") == 0
+    assert engine.loaded[1]["target"] == Path("other.spmoe")
+
+
+def test_what_is_not_given_is_left_to_the_model(engine, typed):
+    assert spmoe("run", "mix", "-p", "hi") == 0
+    loaded = engine.loaded[0]
+    assert "draft_tokens" not in loaded and loaded["slots"] is None and loaded["vram"] == "auto"
+
+
+def test_two_models_are_refused(engine, typed):
+    assert spmoe("run", "mix", "-m", "other", "-p", "hi") == 2
+
+
+# chat without PACK
+
+
+def no_packs(draft=None, home=None):
+    return None
+
+
+def test_chat_names_the_pack_it_took(engine, typed, monkeypatch, capsys):
+    typed("hello\n")
+    asked = []
+    monkeypatch.setattr(
+        library, "default_target", lambda draft: asked.append(draft) or Path("recent.spmoe")
+    )
+    assert spmoe("chat", "--draft", "mis") == 0
+    assert asked == [Path("mis.spmoe")]
+    assert seen(capsys)[1][0] == "recent, drafted by mis"
+
+
+def test_without_any_pack_a_pipe_gets_the_commands_to_type(engine, typed, monkeypatch, capsys):
+    monkeypatch.setattr(library, "default_target", no_packs)
+    assert spmoe("chat") == 3
+    _, err = seen(capsys)
+    assert len(err) == 1
+    for command in ("convert mixtral-8x7b", "convert mistral-7b", "demo"):
+        assert f"spmoe-lite {command}" in err[0]
+    assert spmoe("run", "-p", "hi") == 3
+    assert spmoe("chat", "--draft", "mis") == 3
+    assert "vocabulary of mis" in seen(capsys)[1][-1]
+
+
+def test_without_any_pack_a_person_is_asked_before_a_download(
+    engine, typed, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr(library, "default_target", no_packs)
+    monkeypatch.setattr(terminal, "is_interactive", lambda: True)
+    converted = []
+
+    def convert(source, *, confirm, **given):
+        if not confirm(Plan(small=True)):
+            raise errors.Cancelled("nothing was written")
+        converted.append(source)
+        return Made(tmp_path / f"{source}.spmoe", False)
+
+    def find(name, home=None):
+        raise errors.NotFoundError(name)
+
+    monkeypatch.setattr("spmoe_lite.converters.convert", convert)
+    monkeypatch.setattr(library, "find", find)
+    typed("n\n", person=True)
+    assert spmoe("chat") == 3
+    assert converted == [] and engine.loaded == []
+    _, err = seen(capsys)
+    assert "download: 93.4 GB" in err and any("[y/N]" in line for line in err)
+    typed("y\ny\n", person=True)
+    assert spmoe("chat") == 0
+    assert converted == ["mixtral-8x7b", "mistral-7b"]
+    assert engine.loaded[0]["target"] == tmp_path / "mixtral-8x7b.spmoe"
+    assert engine.loaded[0]["draft"] == tmp_path / "mistral-7b.spmoe"
+    typed("y\nn\n", person=True)
+    assert spmoe("chat") == 0
+    assert engine.loaded[1]["draft"] is None
+
+
+def test_chat_refuses_a_pack_without_a_template(engine, typed, capsys):
+    engine.template = None
+    assert spmoe("chat", "mix") == 2
+    err = seen(capsys)[1][-1]
+    assert "spmoe-lite run mix" in err and "--template FILE" in err
+
+
+# convert, repack, list, rm, inspect, verify
+
+
+class Plan:
+    """Sizes as `convert` shows them."""
+
+    def __init__(self, small: bool) -> None:
+        self.needs_confirmation = not small
+
+    def __str__(self) -> str:
+        return "mixtral-8x7b\ndownload: 93.4 GB"
+
+
+class Made:
+    def __init__(self, path: Path, already_there: bool) -> None:
+        self.path, self.already_there = path, already_there
+
+
+@pytest.fixture
+def conversion(monkeypatch):
+    """`convert` that asks for a large model and remembers what it was given."""
+    calls = []
+
+    def convert(source, *, confirm=None, cancel, on_progress, **given):
+        calls.append((source, given))
+        on_progress(Progress("convert", 5, 10, "bytes"))
+        if not confirm(Plan(small=source == "small")):
+            raise errors.Cancelled("nothing was written")
+        return Made(Path("/packs/x.spmoe"), source == "there")
+
+    monkeypatch.setattr("spmoe_lite.converters.convert", convert)
+    return calls
+
+
+def test_convert_passes_its_options_on(conversion, typed, capsys):
+    assert (
+        spmoe(
+            *"convert small --name x --experts bf16 --dense fp32 --force --low-disk --offline".split()
+        )
+        == 0
+    )
+    source, given = conversion[0]
+    assert source == "small"
+    assert given == {
+        "name": "x",
+        "out": None,
+        "experts": "bf16",
+        "dense": "fp32",
+        "force": True,
+        "low_disk": True,
+        "offline": True,
+    }
+    assert "packed: /packs/x.spmoe" in seen(capsys)[1]
+
+
+def test_a_large_conversion_asks_a_person_and_needs_yes_elsewhere(conversion, typed, capsys):
+    assert spmoe("convert", "large") == 2
+    assert "--yes" in seen(capsys)[1][-1]
+    assert spmoe("convert", "large", "--yes") == 0
+    typed("y\n", person=True)
+    assert spmoe("convert", "large") == 0
+    capsys.readouterr()
+    typed("\n", person=True)
+    assert spmoe("convert", "large") == 1
+    out, err = seen(capsys)
+    assert out == "" and "download: 93.4 GB" in err and "nothing was written" in err[-1]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="SIGINT")
+def test_ctrl_c_during_a_conversion_stops_it_and_says_how_to_go_on(monkeypatch, typed, capsys):
+    import signal
+
+    def convert(source, *, confirm, cancel, on_progress, **given):
+        signal.raise_signal(signal.SIGINT)
+        assert cancel.is_set()
+        raise errors.Cancelled("cancelled")
+
+    monkeypatch.setattr("spmoe_lite.converters.convert", convert)
+    assert spmoe("convert", "small") == 130
+    assert seen(capsys)[1] == ["spmoe-lite: stopped; the same command resumes"]
+
+
+def test_a_finished_pack_is_already_there(conversion, typed, capsys):
+    assert spmoe("convert", "there", "--yes") == 0
+    assert "already there: /packs/x.spmoe" in seen(capsys)[1]
+
+
+def test_list_shows_sizes_dates_and_partials(monkeypatch, capsys):
+    found = [
+        PackInfo("demo", Path("/h/demo.spmoe"), 1_234_000_000, 1.6e9, True, True, "mixtral"),
+        PackInfo("m", Path("/h/m.spmoe.partial"), 14_500_000_000, 1.7e9, False, False, "mistral"),
+    ]
+    monkeypatch.setattr(library, "packs", lambda: found)
+    assert spmoe("list") == 0
+    lines = seen(capsys)[0].splitlines()
+    assert re.fullmatch(r"demo +1\.2 GB  mixtral +2020-09-1\d", lines[1])
+    assert re.fullmatch(r"m +14\.5 GB  mistral +2023-11-1\d partial", lines[2])
+    assert max(map(len, lines)) <= 48
+    assert spmoe("list", "--json") == 0
+    as_json = json.loads(seen(capsys)[0])
+    assert [p["name"] for p in as_json] == ["demo", "m"]
+    assert [p["complete"] for p in as_json] == [True, False]
+
+
+def test_an_empty_list_says_where_it_looked(capsys, home):
+    assert spmoe("list") == 0
+    out, err = seen(capsys)
+    assert out == "" and str(home) in err[0] and "spmoe-lite demo" in err[0]
+    assert spmoe("list", "--json") == 0
+    assert json.loads(seen(capsys)[0]) == []
+
+
+def test_unknown_packs_are_not_found(typed, capsys):
+    for command in ("inspect", "verify", "rm", "repack"):
+        assert spmoe(command, "nothing") == 3
+        assert "nothing" in seen(capsys)[1][-1]
+    assert spmoe("run", "mixtral-8x7b", "-p", "hi") == 3
+    assert "spmoe-lite convert mixtral-8x7b" in seen(capsys)[1][-1]
+
+
+# The terminal
+
+
+def shown(capsys, *events: tuple[float, Progress], monkeypatch) -> list[str]:
+    now = [0.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    with terminal.ProgressDisplay() as display:
+        for at, progress in events:
+            now[0] = at
+            display(progress)
+    return seen(capsys)[1]
+
+
+def test_progress_in_a_pipe_is_a_line_now_and_then(capsys, monkeypatch):
+    total = 90_000_000_000
+    events = [(t, Progress("convert", int(1e9) * t, total, "bytes")) for t in range(0, 91)]
+    lines = shown(capsys, *events, monkeypatch=monkeypatch)
+    assert lines[0] == "convert 5.0 of 90.0 GB, 1.0 GB/s, 85 s left"
+    assert lines[-1] == "convert 90.0 of 90.0 GB, 1.0 GB/s"
+    assert len(lines) == 7
+    assert shown(capsys, *events[:3], monkeypatch=monkeypatch) == []  # short work is silent
+
+
+def test_progress_follows_the_rate_of_the_last_seconds(capsys, monkeypatch):
+    slow = [(t, Progress("download", t, 1000, "files")) for t in range(0, 21)]
+    fast = [(20 + t, Progress("download", 20 + 20 * t, 1000, "files")) for t in range(1, 20)]
+    lines = shown(capsys, *slow, *fast, monkeypatch=monkeypatch)
+    assert lines[-1] == "download 320 of 1000 files, 20 files/s, 34 s left"
+
+
+@pytest.mark.parametrize(
+    "count, text",
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.0 kB"),
+        (93_400_000_000, "93.4 GB"),
+        (352_000_000, "352 MB"),
+        (999_960_000, "1.0 GB"),
+        (5e15, "5000 TB"),
+    ],
+)
+def test_sizes_are_for_people(count, text):
+    assert terminal.size(count) == text
+
+
+def test_lines_break_between_their_parts():
+    text = "120 tokens · 12.5 tok/s · first token 0.52 s · acceptance 71%"
+    assert terminal.wrap_parts(text, 80) == text
+    wrapped = terminal.wrap_parts(text, 30).split("\n")
+    assert wrapped == ["120 tokens · 12.5 tok/s", "first token 0.52 s", "acceptance 71%"]
+
+
+def test_the_second_ctrl_c_is_a_keyboard_interrupt():
+    import signal
+
+    with terminal.interruptible() as cancel:
+        signal.raise_signal(signal.SIGINT)
+        assert cancel.is_set()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_thread_other_than_the_main_one_may_wait_too():
+    seen_events = []
+
+    def work():
+        with terminal.interruptible() as cancel:
+            seen_events.append(cancel.is_set())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen_events == [False]
