@@ -9,8 +9,10 @@ The order of work; nothing is written before step 5.
 5. write: experts layer by layer, then all dense tensors, one piece in memory at a time, then text files
 6. verify: read every file back and compare it with the hash taken while it was written; then the manifest
 
-A run that is cancelled, killed, or out of disk space leaves NAME.spmoe.partial with whole files in it, and
-the next one goes on from there. A source that turns out to be damaged leaves nothing.
+From the hub, names are checked against the index before step 4, shapes and dtypes when the shards are here:
+before step 5, or with `low_disk` shard by shard (`lowdisk.py`). A run that is cancelled, killed, or out of
+disk space leaves NAME.spmoe.partial with whole files in it, and the next one goes on from there. A source
+that turns out to be damaged leaves nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import torch
 from spmoe_lite import hub, library
 from spmoe_lite.config import DTYPE_BYTES, ModelConfig
 from spmoe_lite.converters.gguf import GgufCheckpoint, is_gguf
+from spmoe_lite.converters.lowdisk import Shards
 from spmoe_lite.converters.plan import (
     ConvertPlan,
     check_room,
@@ -39,16 +42,21 @@ from spmoe_lite.converters.plan import (
     pack_bytes,
     volumes,
 )
-from spmoe_lite.converters.recipe import Recipe, check_tied, match, natural_dtypes, read_as
-from spmoe_lite.converters.source import Checkpoint, Source
-from spmoe_lite.errors import (
-    Cancelled,
-    DamagedError,
-    SpmoeError,
-    UnsupportedError,
-    UsageError,
+from spmoe_lite.converters.recipe import HEAD, Recipe, check_tied, match, natural_dtypes, read_as
+from spmoe_lite.converters.source import Checkpoint, Piece, Source, SourceTensor, TensorFiles
+from spmoe_lite.errors import Cancelled, DamagedError, SpmoeError, UnsupportedError, UsageError
+from spmoe_lite.manifest import (
+    DENSE,
+    MANIFEST,
+    PARTIAL,
+    SUFFIX,
+    TEXT_FILES,
+    layer_file,
+    open_listed,
+    read_header,
+    read_journal,
+    read_manifest,
 )
-from spmoe_lite.manifest import DENSE, MANIFEST, SUFFIX, layer_file, read_manifest
 from spmoe_lite.pack import TORCH_DTYPES, Pack, PackWriter
 from spmoe_lite.progress import OnProgress, Progress, check
 from spmoe_lite.tokenizer import Tokenizer
@@ -88,14 +96,14 @@ def convert(
     `NetworkError` for the source, `CapacityError` for the disk, `UsageError` where another pack is in the
     way, `Cancelled` by the event or where `confirm` returns False.
     """
-    for flag, dtype in (("experts", experts), ("dense", dense)):
-        if dtype is not None and dtype not in DTYPE_BYTES:
-            raise UsageError(f"{flag} {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+    asked = _Asked(dense, experts, force, on_progress, cancel)
     opened, short, repo = _open(source, offline, on_progress, cancel)
     with contextlib.closing(opened):
         path = _target(out, name or short, home)
-        job = _Job(opened, repo, path, experts, dense, force, low_disk, on_progress, cancel)
-        return job.run(confirm)
+        if repo is None:
+            return _convert_local(opened, path, asked, confirm)
+        assert isinstance(opened, Checkpoint)
+        return _convert_hub(opened, repo, path, asked, confirm, low_disk)
 
 
 def _open(
@@ -114,6 +122,7 @@ def _open(
     repo = hub.resolve(given, offline=offline, cancel=cancel)
     assert repo is not None  # the path does not exist
     repo.check_access(cancel)
+    repo.fetch_text(on_progress, cancel)
     repo.weights(on_progress, cancel)
     checkpoint = Checkpoint(
         repo.id,
@@ -133,193 +142,214 @@ def _target(out: str | Path | None, name: str, home: str | Path | None) -> Path:
     return (Path(home) if home else library.home()) / (name.removesuffix(SUFFIX) + SUFFIX)
 
 
-class _Job:
-    """One conversion, from the opened source to the pack; `run` is the order of work above."""
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the caller asked for; `None` for a dtype means the source's own."""
 
-    def __init__(
-        self,
-        source: Source,
-        repo: hub.HubRepo | None,
-        path: Path,
-        experts: str | None,
-        dense: str | None,
-        force: bool,
-        low_disk: bool,
-        on_progress: OnProgress | None,
-        cancel: threading.Event | None,
-    ) -> None:
-        self.source, self.repo, self.path = source, repo, path
-        self.asked = {"dense": dense, "experts": experts}
-        self.force, self.low_disk = force, low_disk
-        self.on_progress, self.cancel = on_progress, cancel
+    dense: str | None
+    experts: str | None
+    force: bool
+    on_progress: OnProgress | None
+    cancel: threading.Event | None
 
-    def run(self, confirm: Callable[[ConvertPlan], bool] | None) -> ConvertResult:
-        source = self.source
-        self.config = ModelConfig.from_hf(source.config, source.generation_config)
-        self.texts = source.text_files()
-        self.num_tokens = _num_tokens(source.label, self.texts, self.config)
-        if self.repo is None:
-            self.recipe = match(self.config, source)
-            check_tied(self.config, source, self.recipe)
-            natural = natural_dtypes(source, self.recipe)
-        else:
-            natural = self._stated_dtypes()
-        if not self.force and self._is_there():
-            return ConvertResult(self.path, True, None)
-        plan = self._plan(*self._dtypes(*natural))
+    def __post_init__(self) -> None:
+        for flag, dtype in (("dense", self.dense), ("experts", self.experts)):
+            if dtype is not None and dtype not in DTYPE_BYTES:
+                raise UsageError(f"{flag} {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+
+
+@dataclass(slots=True)
+class _Model:
+    """All that a pack is made of. source_dtypes: (dense, experts or None) before any cast."""
+
+    source: TensorFiles | Source
+    config: ModelConfig
+    recipe: Recipe
+    texts: dict[str, bytes]
+    num_tokens: int
+    source_dtypes: tuple[str, str | None]
+    identity: dict[str, Any]
+    options: dict[str, Any]
+
+    def dtypes(self, asked: _Asked) -> tuple[str, str | None]:
+        """(dense, experts) of the pack."""
+        dense, experts = self.source_dtypes
+        return asked.dense or dense, experts and (asked.experts or experts)
+
+
+def _convert_local(
+    source: Source, path: Path, asked: _Asked, confirm: Callable[[ConvertPlan], bool] | None
+) -> ConvertResult:
+    config = ModelConfig.from_hf(source.config, source.generation_config)
+    recipe = match(config, source)
+    check_tied(config, source, recipe)
+    model = _model(source, config, recipe, natural_dtypes(source, recipe))
+    if not asked.force and _is_there(path, model.identity, asked):
+        return ConvertResult(path, True, None)
+    plan = _plan(model, path, asked, {})
+    _confirm(plan, confirm)
+    _write(model, path, asked)
+    return ConvertResult(path, False, plan)
+
+
+def _convert_hub(
+    source: Checkpoint,
+    repo: hub.HubRepo,
+    path: Path,
+    asked: _Asked,
+    confirm: Callable[[ConvertPlan], bool] | None,
+    low_disk: bool,
+) -> ConvertResult:
+    config = ModelConfig.from_hf(source.config, source.generation_config)
+    indexed = bool(source.tensors)  # names are known before the shards are here
+    recipe = match(config, source) if indexed else Recipe({}, [])
+    model = _model(source, config, recipe, _stated_dtypes(config, source.config))
+    if not asked.force and _is_there(path, model.identity, asked):
+        return ConvertResult(path, True, None)
+    low_disk = low_disk and _can_drop(config, source)
+    shards = source.weight_files
+    download = repo.download_bytes(shards)
+    needs = {hub.cache_folder(): download}
+    if low_disk:
+        largest = sorted(source.sizes[name] for name in shards)[-2:]
+        needs = {hub.cache_folder(): min(download, sum(largest))}
+        needs[path.parent] = dense_bytes(config, model.dtypes(asked)[0])  # the spool
+    plan = _plan(model, path, asked, needs, download)
+    _confirm(plan, confirm)
+    if low_disk:
+        _write_low_disk(model, source, repo, path, asked)
+    else:
+        repo.fetch_all(shards, asked.on_progress, asked.cancel)
+        source.load_headers(shards)
+        model.recipe = match(config, source)
+        check_tied(config, source, model.recipe)
+        model.source_dtypes = natural_dtypes(source, model.recipe)
+        _write(model, path, asked)
+    return ConvertResult(path, False, plan)
+
+
+def _write_low_disk(
+    model: _Model, source: Checkpoint, repo: hub.HubRepo, path: Path, asked: _Asked
+) -> None:
+    shards = Shards(source, repo, model.recipe, asked.on_progress, asked.cancel)
+    head = read_journal(path.with_name(path.name + PARTIAL)).get("head", {})
+    if head.get("source") == json.loads(json.dumps(model.identity)):  # shards may be gone already
+        options = head["options"]
+        model.source_dtypes = options["source_dense"], options["source_experts"]
+    else:
+        model.source_dtypes = shards.source_dtypes()
+    _write(model, path, asked, shards)
+
+
+def _can_drop(config: ModelConfig, source: Checkpoint) -> bool:
+    """Whether dropping shards early saves anything, and can be done."""
+    if not config.is_moe or len(source.weight_files) < 2 or not source.tensors:
+        log.warning("--low-disk has no effect: only experts in several shards can be dropped early")
+        return False
+    if config.tie_word_embeddings and HEAD in source.tensors:
+        log.warning("--low-disk has no effect: %s must be compared with the embeddings", HEAD)
+        return False
+    return True
+
+
+def repack(
+    name: str | Path,
+    *,
+    experts: str | None = None,
+    dense: str | None = None,
+    force: bool = False,
+    home: str | Path | None = None,
+    cancel: threading.Event | None = None,
+    on_progress: OnProgress | None = None,
+) -> ConvertResult:
+    """Rewrite a pack in place: in the newest format, and in other dtypes where they are given.
+
+    The old pack is verified first, read instead of the original source, and replaced only when the new one
+    is complete. Nothing to do is "already there". Raises `NotFoundError`, `DamagedError`, `CapacityError`,
+    `UnsupportedError` (values beyond fp16), `Cancelled`.
+    """
+    asked = _Asked(dense, experts, True, on_progress, cancel)
+    path = library.find(name, Path(home) if home else None)
+    with Pack.open(path) as pack:
+        model = _packed_model(pack)
+        newest = pack.manifest["audit"] is not None  # format 0 had none
+        if newest and not force and model.dtypes(asked) == model.source_dtypes:
+            return ConvertResult(path, True, None)
+        plan = _plan(model, path, asked, {})
         check_room(plan)
-        if confirm is not None and not confirm(plan):
-            raise Cancelled("not confirmed; nothing was written")
-        if self.repo is not None:
-            self._fetch()
-            natural = natural_dtypes(source, self.recipe)
-        self._write(natural)
-        return ConvertResult(self.path, False, plan)
+        pack.verify(on_progress, cancel)
+    with contextlib.closing(model.source):
+        _write(model, path, asked)
+    return ConvertResult(path, False, plan)
 
-    # Deciding
 
-    def _stated_dtypes(self) -> tuple[str, str | None]:
-        """(dense, experts) as config.json states them, while the weights are still on the hub."""
-        names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-        stated = self.source.config.get("dtype") or self.source.config.get("torch_dtype")
-        dtype = names.get(str(stated), "bf16")
-        return dtype, dtype if self.config.is_moe else None
-
-    def _dtypes(self, dense: str, experts: str | None) -> tuple[str, str | None]:
-        """(dense, experts) of the pack: what was asked, else the source's."""
-        if experts is None and self.asked["experts"] is not None:
-            log.info("%s has no experts: --experts has no effect", self.source.label)
-        return self.asked["dense"] or dense, experts and (self.asked["experts"] or experts)
-
-    def _is_there(self) -> bool:
-        """Whether `path` is a whole pack of this source and these options already.
-
-        Raises `UsageError` if it is another pack, `DamagedError` if it is not whole.
-        """
-        if not (self.path / MANIFEST).is_file():
-            return False
-        raw = read_manifest(self.path).raw
-        made = raw["options"]
-        for kind, asked in self.asked.items():
-            if raw[f"{kind[:6].rstrip('s')}_dtype"] != (asked or made.get(f"source_{kind}")):
-                raise UsageError(_in_the_way(self.path, raw))
-        if raw["source"] != json.loads(json.dumps(self.source.identity())):
-            raise UsageError(_in_the_way(self.path, raw))
-        Pack.open(self.path).close()
-        return True
-
-    def _plan(self, dense: str, experts: str | None) -> ConvertPlan:
-        size, download = pack_bytes(self.config, dense, experts), 0
-        needs = {self.path.parent: size}
-        if isinstance(self.source, Checkpoint) and self.repo is not None:
-            download = self.repo.download_bytes(self.source.weight_files)
-            needs[hub.cache_folder()] = download
-        return ConvertPlan(
-            label=self.source.label,
-            revision=self.source.identity()["revision"],
-            path=self.path,
-            family=self.config.family,
-            dense_dtype=dense,
-            expert_dtype=experts,
-            download_bytes=download,
-            pack_bytes=size,
-            volumes=volumes(needs),
-            ignored=tuple(self.source.ignored),
+def _packed_model(pack: Pack) -> _Model:
+    """A pack as the material of another; `options` keeps what the weights have been through."""
+    config, layout = pack.config, pack.expert_layout
+    tensors: dict[str, SourceTensor] = {}
+    recipe = Recipe({}, [])
+    names = {name for name in pack.files if name not in TEXT_FILES}
+    headers = {}
+    for name in names:
+        with open_listed(pack.path, name, pack.files[name][0]) as file:
+            headers[name] = read_header(file, pack.path / name)
+    for name, entry in headers[DENSE].items():
+        tensors[name] = SourceTensor(pack.dense_dtype, entry.shape, DENSE, entry.start)
+        recipe.dense[name] = Piece(name, entry.shape)
+    for layer in range(config.num_hidden_layers if layout else 0):
+        assert layout is not None
+        file, up = layer_file(layer), (config.intermediate_size, config.hidden_size)
+        parts = (
+            ("gate", layout.gate_offset, up),
+            ("up", layout.up_offset, up),
+            ("down", layout.down_offset, up[::-1]),
         )
-
-    # Writing
-
-    def _write(self, natural: tuple[str, str | None]) -> None:
-        dense, experts = self._dtypes(*natural)
-        writer = PackWriter(
-            self.path,
-            self.config,
-            dense,
-            experts,
-            self.source.identity(),
-            {"source_dense": natural[0], "source_experts": natural[1]},
-            force=self.force,
-            cancel=self.cancel,
-        )
-        try:
-            with writer:
-                audit = self._fill(writer, dense, experts)
-                writer.finish(audit, self.num_tokens)
-        except (DamagedError, UnsupportedError):  # the same source would fail again
-            shutil.rmtree(writer.partial, ignore_errors=True)
-            raise
-
-    def _fill(self, writer: PackWriter, dense: str, experts: str | None) -> dict[str, int]:
-        """Write every file that is not there yet; return the audit of the manifest."""
-        meter = _Meter("convert", pack_bytes(self.config, dense, experts), self.on_progress)
-        found = 0
-        for layer, pieces in enumerate(self.recipe.experts):
-            assert experts is not None
-            if not writer.has(layer_file(layer)):
-                writer.write_layer(layer, self._experts(layer, experts, meter))
-            else:
-                meter.add(layer_bytes(self.config, experts))
-            found += sum(len(expert) for expert in pieces)
-        if not writer.has(DENSE):
-            writer.write_dense(
-                (name, dense, piece.shape, self._reader(name, dense, meter))
-                for name, piece in self.recipe.dense.items()
-            )
-        else:
-            meter.add(dense_bytes(self.config, dense))
-        for name, data in self.texts.items():
-            writer.copy_text(name, data)
-        writer.verify(self.on_progress)
-        return {
-            "layers": len(self.recipe.experts),
-            "experts": self.config.num_local_experts,
-            "matrices": 3 if experts else 0,
-            "found": found,
-        }
-
-    def _experts(
-        self, layer: int, dtype: str, meter: _Meter
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """(gate, up, down) of one expert after the other, in the same memory."""
-        width, hidden = self.config.intermediate_size, self.config.hidden_size
-        gate, up = (torch.empty((width, hidden), dtype=TORCH_DTYPES[dtype]) for _ in range(2))
-        down = torch.empty((hidden, width), dtype=TORCH_DTYPES[dtype])
-        for pieces in self.recipe.experts[layer]:
-            for piece, matrix in zip(pieces, (gate, up, down), strict=True):
-                check(self.cancel)
-                read_as(self.source, piece, dtype, matrix)
-            yield gate, up, down
-            meter.add(layer_bytes(self.config, dtype) // self.config.num_local_experts)
-
-    def _reader(self, name: str, dtype: str, meter: _Meter) -> Callable[[], torch.Tensor]:
-        def read() -> torch.Tensor:
-            tensor = read_as(self.source, self.recipe.dense[name], dtype)
-            meter.add(tensor.nbytes)
-            return tensor
-
-        return read
-
-
-class _Meter:
-    """Bytes done of one stage, reported as they come."""
-
-    def __init__(self, stage: str, total: int, on_progress: OnProgress | None) -> None:
-        self.stage, self.total, self.on_progress, self.done = stage, total, on_progress, 0
-
-    def add(self, count: int) -> None:
-        self.done += count
-        if self.on_progress is not None:
-            self.on_progress(Progress(self.stage, self.done, self.total, "bytes"))
-
-
-def _in_the_way(path: Path, raw: dict[str, Any]) -> str:
-    made = f"{raw['source'].get('id', 'another source')}, dense {raw['dense_dtype']}"
-    if raw["expert_dtype"]:
-        made += f", experts {raw['expert_dtype']}"
-    return (
-        f"{path} exists and was made of other weights or options ({made}); pass --force to replace "
-        f"it, or --name for a second pack"
+        recipe.experts.append([])
+        for expert in range(config.num_local_experts):
+            start = headers[file][f"expert.{expert}"].start
+            pieces = []
+            for kind, offset, shape in parts:
+                name = f"layers.{layer}.experts.{expert}.{kind}"
+                tensors[name] = SourceTensor(layout.dtype, shape, file, start + offset)
+                pieces.append(Piece(name, shape))
+            recipe.experts[layer].append(tuple(pieces))  # type: ignore[arg-type]
+    texts = {}
+    for name in pack.files.keys() & set(TEXT_FILES):
+        with open_listed(pack.path, name, pack.files[name][0]) as file:
+            texts[name] = file.read()
+    sizes = {name: size for name, (size, _) in pack.files.items()}
+    source = TensorFiles(pack.name, tensors, sizes, lambda name: pack.path / name)
+    dtypes = pack.dense_dtype, layout.dtype if layout else None
+    options = dict(pack.manifest["options"])
+    options["repacked_from"] = [*options.get("repacked_from", ()), list(dtypes)]
+    return _Model(
+        source=source,
+        config=config,
+        recipe=recipe,
+        texts=texts,
+        num_tokens=_num_tokens(pack.name, texts, config),
+        source_dtypes=dtypes,
+        identity=pack.manifest["source"],
+        options=options,
     )
+
+
+# Deciding
+
+
+def _model(
+    source: Source, config: ModelConfig, recipe: Recipe, dtypes: tuple[str, str | None]
+) -> _Model:
+    texts = source.text_files()
+    num_tokens = _num_tokens(source.label, texts, config)
+    return _Model(source, config, recipe, texts, num_tokens, dtypes, source.identity(), {})
+
+
+def _stated_dtypes(config: ModelConfig, raw: dict[str, Any]) -> tuple[str, str | None]:
+    """(dense, experts) as config.json states them, while the weights are still on the hub."""
+    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    dtype = names.get(str(raw.get("dtype") or raw.get("torch_dtype")), "bf16")
+    return dtype, dtype if config.is_moe else None
 
 
 def _num_tokens(label: str, texts: dict[str, bytes], config: ModelConfig) -> int:
@@ -333,14 +363,165 @@ def _num_tokens(label: str, texts: dict[str, bytes], config: ModelConfig) -> int
             raise type(error)(str(error).replace(folder, label)) from error
 
 
-def repack(
-    name: str | Path,
-    *,
-    experts: str | None = None,
-    dense: str | None = None,
-    force: bool = False,
-    home: str | Path | None = None,
-    cancel: threading.Event | None = None,
-    on_progress: OnProgress | None = None,
-) -> ConvertResult:
-    raise NotImplementedError
+def _is_there(path: Path, identity: dict[str, Any], asked: _Asked) -> bool:
+    """Whether `path` is a whole pack of this source and these options.
+
+    Raises `UsageError` if it is another pack, `DamagedError` if it is not whole.
+    """
+    if not (path / MANIFEST).is_file():
+        return False
+    manifest = read_manifest(path)
+    raw, options = manifest.raw, manifest.raw["options"]
+    same = raw["source"] == json.loads(json.dumps(identity)) and "repacked_from" not in options
+    same = same and manifest.dense_dtype == (asked.dense or options.get("source_dense"))
+    if manifest.config.is_moe:
+        same = same and manifest.expert_dtype == (asked.experts or options.get("source_experts"))
+    if not same:
+        made = f"{raw['source'].get('id', 'another source')!s:.80}, dense {manifest.dense_dtype}"
+        if manifest.config.is_moe:
+            made += f", experts {manifest.expert_dtype}"
+        raise UsageError(
+            f"{path} was made of other weights or options ({made}); pass --force to replace it, or "
+            f"--name for a second pack"
+        )
+    Pack.open(path).close()
+    return True
+
+
+def _plan(
+    model: _Model, path: Path, asked: _Asked, extra: dict[Path, int], download: int = 0
+) -> ConvertPlan:
+    """`extra`: bytes needed in folders beside the pack's own."""
+    dense, experts = model.dtypes(asked)
+    if asked.experts is not None and experts is None:
+        log.warning("%s has no experts: --experts has no effect", path.name)
+    size = pack_bytes(model.config, dense, experts)
+    needs = dict(extra)
+    needs[path.parent] = needs.get(path.parent, 0) + size
+    return ConvertPlan(
+        label=model.source.label,
+        revision=model.identity.get("revision"),
+        path=path,
+        family=model.config.family,
+        dense_dtype=dense,
+        expert_dtype=experts,
+        download_bytes=download,
+        pack_bytes=size,
+        volumes=volumes(needs),
+        ignored=tuple(getattr(model.source, "ignored", ())),
+    )
+
+
+def _confirm(plan: ConvertPlan, confirm: Callable[[ConvertPlan], bool] | None) -> None:
+    check_room(plan)
+    if confirm is not None and not confirm(plan):
+        raise Cancelled("not confirmed; nothing was written")
+
+
+# Writing
+
+
+def _write(model: _Model, path: Path, asked: _Asked, shards: Shards | None = None) -> None:
+    """Write the pack, going on from a partial one of the same source and options."""
+    dense, experts = model.dtypes(asked)
+    natural = {"source_dense": model.source_dtypes[0], "source_experts": model.source_dtypes[1]}
+    writer = PackWriter(
+        path,
+        model.config,
+        dense,
+        experts,
+        model.identity,
+        natural | model.options,
+        force=asked.force,
+        cancel=asked.cancel,
+    )
+    try:
+        with writer:
+            if shards is not None:
+                shards.adopt(writer.partial, dense, model.source_dtypes)  # type: ignore[arg-type]
+            audit = _Fill(model, writer, dense, experts, asked, shards).run()
+            model.source.close()
+            writer.finish(audit, model.num_tokens)
+    except (DamagedError, UnsupportedError):  # the same source would fail again
+        shutil.rmtree(writer.partial, ignore_errors=True)
+        raise
+
+
+class _Fill:
+    """Writes what is not there yet, file by file, and counts the bytes for the caller."""
+
+    def __init__(
+        self,
+        model: _Model,
+        writer: PackWriter,
+        dense: str,
+        experts: str | None,
+        asked: _Asked,
+        shards: Shards | None,
+    ) -> None:
+        self.model, self.writer, self.asked, self.shards = model, writer, asked, shards
+        self.dense, self.experts = dense, experts
+        self.layer_bytes = layer_bytes(model.config, experts)
+        self.total, self.done = pack_bytes(model.config, dense, experts), 0
+
+    def run(self) -> dict[str, int]:
+        """Write and verify all files; return the audit for the manifest."""
+        model, writer, found = self.model, self.writer, 0
+        for layer, pieces in enumerate(model.recipe.experts):
+            if writer.has(layer_file(layer)):
+                self._count(self.layer_bytes)
+            else:
+                if self.shards is not None:
+                    self.shards.need_layer(layer)
+                writer.write_layer(layer, self._layer(layer))
+            if self.shards is not None:
+                self.shards.layer_done(layer, writer)
+            found += sum(len(expert) for expert in pieces)
+        if writer.has(DENSE):
+            self._count(dense_bytes(model.config, self.dense))
+        else:
+            writer.write_dense(
+                (name, self.dense, piece.shape, self._reader(name))
+                for name, piece in model.recipe.dense.items()
+            )
+        for name, data in model.texts.items():
+            writer.copy_text(name, data)
+        writer.verify(on_progress=self.asked.on_progress)
+        if self.shards is not None:
+            self.shards.all_done()
+        return {
+            "layers": len(model.recipe.experts),
+            "experts": model.config.num_local_experts,
+            "matrices": 3 if self.experts else 0,
+            "found": found,
+        }
+
+    def _layer(self, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(gate, up, down) of one expert after the other, in the same memory."""
+        assert self.experts is not None
+        config, dtype = self.model.config, self.experts
+        up_shape = (config.intermediate_size, config.hidden_size)
+        shapes = (up_shape, up_shape, up_shape[::-1])
+        gate, up, down = (torch.empty(shape, dtype=TORCH_DTYPES[dtype]) for shape in shapes)
+        for pieces in self.model.recipe.experts[layer]:
+            for piece, matrix in zip(pieces, (gate, up, down), strict=True):
+                check(self.asked.cancel)
+                read_as(self.model.source, piece, dtype, matrix)
+            yield gate, up, down
+            self._count(self.layer_bytes // config.num_local_experts)
+
+    def _reader(self, name: str) -> Callable[[], torch.Tensor]:
+        def read() -> torch.Tensor:
+            source, piece = self.model.source, self.model.recipe.dense[name]
+            if self.shards is not None:
+                source, piece = self.shards.dense(name)
+            tensor = read_as(source, piece, self.dense)
+            self._count(tensor.nbytes)
+            return tensor
+
+        return read
+
+    def _count(self, count: int) -> None:
+        self.done += count
+        if self.asked.on_progress is not None:
+            self.asked.on_progress(Progress("convert", self.done, self.total, "bytes"))
