@@ -79,8 +79,9 @@ def make_environment(call):
         pip = ["install", "--target", os.path.join(VENV, "lib", version, "site-packages"), "pip"]
         if call(*venv, "--without-pip") or call(base, "-m", "pip", *pip):
             say("cannot make an environment: install the system's package python3-venv", 1)
-    chosen = {"PIP_EXTRA_INDEX_URL", "PIP_INDEX_URL", "PIP_FIND_LINKS"}.intersection(os.environ)
-    free, need = shutil.disk_usage(VENV).free / 1e9, 3 if chosen or sys.platform != "linux" else 10
+    chosen = map(os.environ.get, ("PIP_EXTRA_INDEX_URL", "PIP_INDEX_URL", "PIP_FIND_LINKS"))
+    need = 10 if sys.platform == "linux" and not any(chosen) else 3
+    free = shutil.disk_usage(VENV).free / 1e9
     if free < need:
         say(f"too little room on the disk of {VENV}: {free:.1f} GB free, {need} GB needed", 4)
 
@@ -106,7 +107,7 @@ def set_up(extras):
             os.remove(STAMP)
         if made[:1] != needed[:1]:
             make_environment(call)
-        project = f".[{','.join(needed[2:])}]"
+        project = "." + (f"[{','.join(needed[2:])}]" if needed[2:] else "")
         if call(PYTHON, "-m", "pip", "install", "-c", "constraints.txt", "-e", project):
             say("pip failed, see above; offline, set PIP_NO_INDEX=1 and PIP_FIND_LINKS=FOLDER", 1)
         with open(STAMP + ".new", "w", encoding="utf-8") as file:
