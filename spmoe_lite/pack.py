@@ -239,34 +239,8 @@ class Pack:
     def verify(
         self, on_progress: OnProgress | None = None, cancel: threading.Event | None = None
     ) -> None:
-        """Hash every file, several at a time; `DamagedError` names one that was altered."""
-        done = dict.fromkeys(self.files, 0)
-        total = sum(size for size, _ in self.files.values())
-        stop = threading.Event()
-
-        def hash_one(name: str, size: int, digest: str) -> None:
-            with m.open_listed(self.path, name, size) as file:
-                found = _hash_file(file, self.path / name, stop, lambda n: done.update({name: n}))
-            if found != digest:
-                raise DamagedError(
-                    f"{self.path / name} is not what was written (its SHA-256 differs from the "
-                    f"manifest's); convert again"
-                )
-
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1), "spmoe-verify") as pool:
-            pending = {pool.submit(hash_one, name, *entry) for name, entry in self.files.items()}
-            try:
-                while pending:
-                    check(cancel)
-                    finished, pending = wait(pending, 0.1, FIRST_COMPLETED)
-                    for future in finished:
-                        future.result()
-                    if on_progress is not None:
-                        on_progress(Progress("verify", sum(done.values()), total, "bytes"))
-            except BaseException:
-                stop.set()
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+        """Hash every file; `DamagedError` names one that is not what the manifest says."""
+        _verify_files(self.path, self.files, on_progress, cancel)
 
     def close(self) -> None:
         """Close the files and unmap; idempotent. The module's docstring has the rule for views."""
@@ -515,24 +489,24 @@ class PackWriter:
 
     # Finishing
 
-    def verify(self, on_progress: OnProgress | None = None) -> None:
-        """Read every finished file back and hash it; `DamagedError` names one that is not as written."""
-        total = sum(entry["size"] for entry in self._files.values())
-        done = 0
-        for name, entry in self._files.items():
-            path = self.partial / name
+    def verify(
+        self, names: Iterable[str] | None = None, on_progress: OnProgress | None = None
+    ) -> None:
+        """Read finished files back (None: all) and compare hashes; `DamagedError` names one that
+        differs.
 
-            def report(count: int, before: int = done) -> None:
-                if on_progress is not None:
-                    on_progress(Progress("verify", before + count, total, "bytes"))
-
-            with m.open_listed(self.partial, name, entry["size"]) as file:
-                if _hash_file(file, path, self.cancel, report) != entry["sha256"]:
-                    raise DamagedError(
-                        f"{path} reads back other bytes than were written; the disk or its cable "
-                        f"may be failing"
-                    )
-            done += entry["size"]
+        That file no longer counts as finished, so the next run writes it again.
+        """
+        entries = {name: self._files[name] for name in (self._files if names is None else names)}
+        files = {name: (entry["size"], entry["sha256"]) for name, entry in entries.items()}
+        try:
+            _verify_files(self.partial, files, on_progress, self.cancel)
+        except DamagedError:
+            self._trusted -= files.keys()
+            self._files = {name: entry for name, entry in self._files.items() if self.has(name)}
+            self._write_journal()
+            raise
+        self._trusted |= files.keys()
 
     def finish(self, audit: dict[str, Any], num_tokens: int) -> Path:
         """Write the manifest, check the whole as a reader would, and rename it into place.
@@ -666,6 +640,43 @@ class _HashingFile:
         self._queue.put(None)
         self._thread.join()
         self._file.close()
+
+
+def _verify_files(
+    folder: Path,
+    files: dict[str, tuple[int, str]],
+    on_progress: OnProgress | None,
+    cancel: threading.Event | None,
+) -> None:
+    """Hash files {name: (size, SHA-256)}, several at a time; `DamagedError` names one that
+    differs.
+    """
+    done, total = dict.fromkeys(files, 0), sum(size for size, _ in files.values())
+    stop = threading.Event()
+
+    def hash_one(name: str, size: int, digest: str) -> None:
+        with m.open_listed(folder, name, size) as file:
+            found = _hash_file(file, folder / name, stop, lambda count: done.update({name: count}))
+        if found != digest:
+            raise DamagedError(
+                f"{folder / name} is not what was written (its SHA-256 differs from the recorded "
+                f"one); convert again, and check the disk if this repeats"
+            )
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1), "spmoe-verify") as pool:
+        pending = {pool.submit(hash_one, name, *entry) for name, entry in files.items()}
+        try:
+            while pending:
+                check(cancel)
+                finished, pending = wait(pending, 0.1, FIRST_COMPLETED)
+                for future in finished:
+                    future.result()
+                if on_progress is not None:
+                    on_progress(Progress("verify", sum(done.values()), total, "bytes"))
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
 
 
 def _read_at(file: FileIO, start: int, view: memoryview, lock: threading.Lock) -> int:
