@@ -232,7 +232,7 @@ class HubRepo:
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
         url = hf_hub_url(self.id, "config.json", revision=self.revision)
-        self._call(lambda: get_hf_file_metadata(url), cancel)
+        self._ask(lambda: get_hf_file_metadata(url), cancel)
 
     def fetch(
         self,
@@ -330,32 +330,17 @@ class HubRepo:
                 f"{self.id} is incomplete on the hub: it has {len(parts)} parts like {parts[0]} "
                 f"and no {INDEX}; choose another revision with @"
             )
-        names = sorted(self.listing)
-        kinds = (
-            (".gguf", "only GGUF files; download one and give its path to convert"),
-            (
-                ".bin",
-                "only pickled weights, which are never loaded; look for a safetensors revision",
-            ),
-            (
-                ".pt",
-                "only pickled weights, which are never loaded; look for a safetensors revision",
-            ),
-            (
-                ".pth",
-                "only pickled weights, which are never loaded; look for a safetensors revision",
-            ),
-            (
-                ".safetensors",
-                "only the vendor's own files; look for a repository in transformers layout",
-            ),
-        )
-        for suffix, reason in kinds:
-            for name in names:
-                if name.endswith(suffix):
-                    raise UnsupportedError(
-                        f"{self.id} cannot be converted: it holds {name}, {reason}"
-                    )
+        pickles = "only pickled weights, which are never loaded; look for a safetensors revision"
+        reasons = {
+            ".gguf": "only GGUF files; download one and give its path to convert",
+            ".bin": pickles,
+            ".pt": pickles,
+            ".pth": pickles,
+            ".safetensors": "only files of another layout; look for a repository in transformers layout",
+        }
+        for suffix, reason in reasons.items():
+            for name in sorted(n for n in self.listing if n.endswith(suffix)):
+                raise UnsupportedError(f"{self.id} cannot be converted: it holds {name}, {reason}")
         raise UnsupportedError(f"{self.id} cannot be converted: it holds no weights")
 
     def _check_cached(self, shards: list[str]) -> None:
@@ -404,57 +389,57 @@ class HubRepo:
     def _download(
         self, name: str, on_progress: OnProgress | None, cancel: threading.Event | None
     ) -> Path:
-        from huggingface_hub import hf_hub_download
-
         listed = self.listing[name]
         # config.json goes by the name of the branch, so that the cache remembers which commit that was
         # and --offline can find it; all else goes by commit.
         revision = self.asked if name == "config.json" else self.revision
-        force = False
+        force = self._stale(name)  # the hub library would hand back a cut-off file as it is
         fault = ""
         for _ in range(_TRANSFERS):
-            meter = _Meter()
-
-            def transfer(
-                meter: _Meter = meter, revision: str = revision, force: bool = force
-            ) -> str:
-                return hf_hub_download(
-                    self.id,
-                    name,
-                    revision=revision,
-                    force_download=force,
-                    tqdm_class=meter.bar_class(),
-                )
-
-            def report(meter: _Meter = meter) -> None:
-                if on_progress is not None and meter.done != meter.reported:
-                    meter.reported = meter.done
-                    done = min(meter.done, listed.size)
-                    on_progress(Progress("download", done, listed.size, "bytes"))
-
-            # a cached file of the wrong length would be handed back as it is
-            force = force or self._stale(name)
+            meter = _Meter(listed.size, on_progress)
             try:
-                path = Path(self._call(transfer, cancel, meter, report))
+                path = self._transfer(name, revision, force, meter, cancel)
             except _Broken as broken:
                 fault = f"{meter.done} of {listed.size} bytes came{broken}"
                 continue
             if meter.done or force:
                 self._fetched.add(name)
-            if revision != self.revision and path.parent.name != self.revision:
-                revision = self.revision  # the branch moved since `resolve`
+            if path.parent.name != self.revision:
+                revision = self.revision  # the branch has moved since `resolve`
                 continue
             fault = _fault(path, listed, cancel)
             if not fault:
-                if on_progress is not None:
-                    on_progress(Progress("download", listed.size, listed.size, "bytes"))
+                meter.finish()
                 return path
-            force = True
             _remove(path)
+            force = True
         raise NetworkError(
             f"{name} of {self.id} did not arrive whole in {_TRANSFERS} tries ({fault}); "
             f"check the connection and run the command again, finished files are kept"
         )
+
+    def _transfer(
+        self, name: str, revision: str, force: bool, meter: _Meter, cancel: threading.Event | None
+    ) -> Path:
+        """One download by the hub library; _Broken if it began and may succeed when started again."""
+        from huggingface_hub import hf_hub_download
+
+        def task() -> str:
+            return hf_hub_download(
+                self.id,
+                name,
+                revision=revision,
+                force_download=force,
+                tqdm_class=meter.bar_class(),
+            )
+
+        def explain(error: BaseException) -> Exception:
+            if meter.began and _is_transport(error):
+                short = isinstance(error, OSError) and error.errno is None
+                return _Broken("" if short else f": {_one_line(error)}")
+            return _explain(error, self.id, self.asked)
+
+        return Path(_on_thread(task, explain, cancel, meter))
 
     def _unknown(self, name: str) -> bool:
         """Whether the cache neither has `name` nor knows that the commit lacks it."""
@@ -472,7 +457,7 @@ class HubRepo:
             except errors.EntryNotFoundError:
                 pass
 
-        self._call(ask, cancel)
+        self._ask(ask, cancel)
 
     def _stale(self, name: str) -> bool:
         """Whether the cache has a file of that name which is not the listed one."""
@@ -481,20 +466,8 @@ class HubRepo:
         found = try_to_load_from_cache(self.id, name, revision=self.revision)
         return isinstance(found, str) and self.cached(name) is None
 
-    def _call(
-        self,
-        task: Callable[[], T],
-        cancel: threading.Event | None,
-        meter: _Meter | None = None,
-        report: Callable[[], None] | None = None,
-    ) -> T:
-        value, error = _on_thread(task, cancel, meter, report)
-        if error is None:
-            return value  # type: ignore[return-value]
-        if meter is not None and meter.began and _is_transport(error):
-            short = isinstance(error, OSError) and error.errno is None
-            raise _Broken("" if short else f": {_one_line(error)}")
-        raise _explain(error, self.id, self.asked)
+    def _ask(self, task: Callable[[], T], cancel: threading.Event | None) -> T:
+        return _on_thread(task, lambda error: _explain(error, self.id, self.asked), cancel)
 
 
 def resolve(
@@ -525,9 +498,7 @@ def resolve(
             repo_id, revision=revision, files_metadata=True, timeout=_TIMEOUT_S
         )
 
-    info, error = _on_thread(ask, cancel)
-    if error is not None:
-        raise _explain(error, repo_id, revision)
+    info = _on_thread(ask, lambda error: _explain(error, repo_id, revision), cancel)
     files = info.siblings or ()
     if not re.fullmatch(r"[0-9a-f]{40}", info.sha or "") or any(f.size is None for f in files):
         raise NetworkError(
@@ -557,9 +528,9 @@ def _parse(text: str, revision: str | None) -> tuple[str, str, str, ShortName | 
         return model, revision or "main", model.partition("/")[2], None
     if re.search(r"[\\/~]|\.gguf$|\.safetensors$", model) and "://" not in model:
         raise NotFoundError(f"no such file or folder: {text}")
+    hint = _did_you_mean(model) or f"; known are {', '.join(SHORT_NAMES)}"
     raise NotFoundError(
-        f"'{text}' is no file, no folder and no known model{_did_you_mean(model)}; "
-        f"known are {', '.join(SHORT_NAMES)}; any other is written ORG/NAME"
+        f"'{text}' is no file, no folder and no known model{hint}; models of the hub are ORG/NAME"
     )
 
 
@@ -668,54 +639,65 @@ class _Broken(Exception):
 
 
 class _Meter:
-    """Counts the bytes of one transfer, and ends it from within when asked to stop."""
+    """Counts the bytes of one transfer of `size` bytes, and ends it from within when asked to stop."""
 
-    def __init__(self) -> None:
-        self.began = False  # the answer's header is here
-        self.done = 0  # bytes of the file
-        self.reported = 0
+    def __init__(self, size: int, on_progress: OnProgress | None) -> None:
+        self.size = size
+        self.on_progress = on_progress
+        self.began = False  # the header of the answer is here
         self.stop = False
+        self.done = 0
+        self._reported = -1
 
-    def bar_class(meter) -> type:  # noqa: N805 - the class below has its own self
-        """A class that the hub library can use in place of tqdm's."""
-        written = received = 0
+    def report(self) -> None:
+        """Tell `on_progress`, on the caller's thread, if there is news."""
+        done = min(self.done, self.size)
+        if self.on_progress is not None and done != self._reported:
+            self.on_progress(Progress("download", done, self.size, "bytes"))
+            self._reported = done
+
+    def finish(self) -> None:
+        self.done = self.size
+        self.report()
+
+    def bar_class(self) -> type:
+        """A class that the hub library takes for tqdm's. Only http_get and the Xet reporter use it."""
+        meter = self
 
         class Bar:
             def __init__(self, **options: Any) -> None:
                 meter.began = True
+                meter.done = 0
                 self.total = options.get("total")
                 self.n = 0
+                self.received = 0
 
             def __enter__(self) -> Bar:
                 return self
 
             def __exit__(self, *raised: object) -> None:
-                self.close()
+                pass
 
-            def update(self, count: float | None = 1) -> None:
+            def update(self, count: int) -> None:
                 """Bytes written to the file."""
-                nonlocal written
-                written += int(count or 0)
+                self.n += count
                 self._count()
 
-            def update_transfer(self, count: float | None = 1) -> None:
-                """Bytes received; with Xet far more often than `update`."""
-                nonlocal received
-                received += int(count or 0)
+            def update_transfer(self, count: int) -> None:
+                """Bytes received: with Xet many times a second, where `update` comes in jumps."""
+                self.received += count
                 self._count()
 
             def _count(self) -> None:
-                self.n = meter.done = max(written, received)
+                meter.done = max(self.n, self.received)
                 if meter.stop:
                     raise _Broken("stopped")
 
-            def close(self) -> None:
+            def ignore(self, *args: object, **options: object) -> None:
                 pass
 
-            def refresh(self, *args: object, **options: object) -> None:
-                pass
-
-            set_description = set_postfix_str = set_transfer_postfix_str = refresh
+            close = refresh = set_description = set_postfix_str = ignore
+            set_transfer_postfix_str = ignore
 
         return Bar
 
@@ -736,11 +718,11 @@ class _Quiet(logging.Filter):
 
 def _on_thread(
     task: Callable[[], T],
+    explain: Callable[[BaseException], Exception],
     cancel: threading.Event | None,
     meter: _Meter | None = None,
-    report: Callable[[], None] | None = None,
-) -> tuple[T | None, BaseException | None]:
-    """Run `task` on a thread; watch `cancel` and report on this one. Return its value or its error.
+) -> T:
+    """Run `task` on a thread; watch `cancel` and report on this one. Raise what `explain` makes of its error.
 
     Cancelled (or Ctrl-C here) is raised within a second. A transfer ends at its next chunk; one that
     waits for a dead connection ends at the hub library's own time limit, and holds nothing of ours.
@@ -769,8 +751,8 @@ def _on_thread(
         while thread.is_alive():
             thread.join(0.05)
             check(cancel)
-            if report is not None:
-                report()
+            if meter is not None:
+                meter.report()
     except BaseException:
         if meter is not None:
             meter.stop = True
@@ -779,7 +761,9 @@ def _on_thread(
                 _abort_xet()
                 thread.join(0.5)
         raise
-    return (value[0], None) if value else (None, errors[0])
+    if errors:
+        raise explain(errors[0])
+    return value[0]
 
 
 def _abort_xet() -> None:
@@ -790,7 +774,7 @@ def _abort_xet() -> None:
     except ImportError:  # not public: a later release may have moved it
         log.warning("a cancelled Xet transfer goes on in the background until its file is complete")
         return
-    abort_xet_session()
+    abort_xet_session()  # type: ignore[no-untyped-call]
 
 
 # -- errors
@@ -837,6 +821,8 @@ def _explain(error: BaseException, repo_id: str, revision: str) -> SpmoeError:
         return _explain(error.__cause__, repo_id, revision)
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
     text = str(error)
+    if isinstance(error, UnicodeError) or "header value" in text:
+        return NetworkError("the hub token holds characters that no token has; run `hf auth login`")
     if isinstance(error, errors.OfflineModeIsEnabled):
         return NetworkError(
             f"{repo_id} is not in the hub cache and HF_HUB_OFFLINE is set; unset it"
@@ -857,7 +843,7 @@ def _explain(error: BaseException, repo_id: str, revision: str) -> SpmoeError:
         return NetworkError(f"{repo_id} is gated: accept its terms at {page}, {then}")
     if isinstance(error, errors.RevisionNotFoundError):
         return NotFoundError(
-            f"{repo_id} has no revision '{revision}'; leave out @{revision} for main"
+            f"{repo_id} has no revision '{revision}'; type {repo_id}@main for its newest"
         )
     if isinstance(error, errors.EntryNotFoundError):
         return NotFoundError(f"a file of {repo_id}@{revision[:12]} is gone from the hub; try again")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import socket
 import struct
 import threading
@@ -61,9 +62,9 @@ class StubHub:
         self.log: list[tuple[str, str, str | None, str | None]] = []
         self.lock = threading.Lock()
         self._servers = [_serve(self, cdn=False), _serve(self, cdn=True)]
-        self.url, self.cdn_url = (
-            f"http://127.0.0.1:{server.server_address[1]}" for server in self._servers
-        )
+        # another name, not only another port: release 1.33 compares names alone
+        self.url = f"http://127.0.0.1:{self._servers[0].server_address[1]}"
+        self.cdn_url = f"http://localhost:{self._servers[1].server_address[1]}"
 
     def __enter__(self) -> StubHub:
         return self
@@ -138,8 +139,8 @@ def environment(hub: StubHub, cache: Path) -> dict[str, str]:
         "HF_ENDPOINT": hub.url,
         "HF_HOME": str(cache / "home"),
         "HF_HUB_CACHE": str(cache),
-        "NO_PROXY": "127.0.0.1",
-        "no_proxy": "127.0.0.1",
+        "NO_PROXY": "127.0.0.1,localhost",
+        "no_proxy": "127.0.0.1,localhost",
     }
 
 
@@ -158,7 +159,7 @@ def use(monkeypatch: pytest.MonkeyPatch, hub: StubHub | str, cache: Path) -> Non
         constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
     )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(cache / "no-token"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", os.devnull)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     close_session()
 
@@ -198,19 +199,19 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.cdn:
             self.blob(path, fault)
         elif path.startswith("/api/models/"):
-            self.api(path.removeprefix("/api/models/"), parse_qs(parts.query))
+            self.api(path.removeprefix("/api/models/"), parts.query)
         elif "/resolve/" in path:
             repo_id, _, rest = path[1:].partition("/resolve/")
             self.resolve(repo_id, *rest.split("/", 1), fault)
         else:
             self.send(404, b"not here")
 
-    def api(self, path: str, query: dict[str, list[str]]) -> None:
+    def api(self, path: str, query: str) -> None:
         words = path.split("/")
         repo_id, revision = "/".join(words[:2]), "main"
         if repo_id in self.hub.moved:
             target = "/".join([self.hub.moved[repo_id], *words[2:]])
-            return self.send(307, b"", {"Location": f"/api/models/{target}"})
+            return self.send(307, b"", {"Location": f"/api/models/{target}?{query}"})
         if len(words) >= 4 and words[2] in ("revision", "tree"):
             revision = words[3]
         commit = self.find(repo_id, revision, gate=False)
@@ -224,7 +225,7 @@ class _Handler(BaseHTTPRequestHandler):
             ]
             return self.send(200, json.dumps(tree).encode())
         siblings: list[dict[str, Any]] = [{"rfilename": name} for name in files]
-        if "blobs" in query:
+        if "blobs" in parse_qs(query):
             for entry in siblings:
                 name, body = entry["rfilename"], files[entry["rfilename"]]
                 entry |= {"size": len(body), "blobId": git_oid(body), **lfs(name, body, "sha256")}
