@@ -29,7 +29,7 @@ from spmoe_lite.sampling import Sampler
 from spmoe_lite.session import Session
 from spmoe_lite.stats import Counters
 from spmoe_lite.store import ExpertStore
-from spmoe_lite.verify import Verdict, verify
+from spmoe_lite.verifier import Verdict, verify
 
 log = logging.getLogger("spmoe_lite")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from spmoe_lite.config import SamplingParams
 from spmoe_lite.errors import SpmoeError
 from spmoe_lite.sampling import Sampler, probabilities
-from spmoe_lite.verify import verify
+from spmoe_lite.verifier import verify
 
 V = 12
 

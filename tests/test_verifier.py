@@ -5,7 +5,7 @@ import torch
 
 from spmoe_lite.config import SamplingParams
 from spmoe_lite.sampling import Sampler
-from spmoe_lite.verify import Verdict, verify
+from spmoe_lite.verifier import Verdict, verify
 
 GREEDY = Sampler(SamplingParams(), 8, 0)
 
