@@ -38,8 +38,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from spmoe_lite.converters.gguf_tokenizer import Metadata, tokenizer_files
-from spmoe_lite.converters.source import SourceTensor
+from spmoe_lite.converters.source import SourceTensor, read_at
 from spmoe_lite.errors import DamagedError, NotFoundError, UnsupportedError
+from spmoe_lite.manifest import disk_error
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -51,10 +52,10 @@ KINDS = frozenset(
     GGMLQuantizationType[name]
     for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K".split()
 )
-PLAIN = {  # kinds that are read as they are: torch dtype, numpy dtype of the same width
-    GGMLQuantizationType.F32: (torch.float32, np.float32),
-    GGMLQuantizationType.F16: (torch.float16, np.float16),
-    GGMLQuantizationType.BF16: (torch.bfloat16, np.int16),
+PLAIN = {  # kinds that are read as they are
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
 }
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -154,7 +155,7 @@ class _Part:
 
     @property
     def dtype(self) -> torch.dtype:
-        return PLAIN.get(self.tensor.kind, (torch.float32, None))[0]
+        return PLAIN.get(self.tensor.kind, torch.float32)
 
 
 def is_gguf(path: Path) -> bool:
@@ -222,28 +223,42 @@ class GgufCheckpoint:
             "fingerprint": digest.hexdigest(),
         }
 
-    def read(self, name: str, index: int | None = None, rows: range | None = None) -> torch.Tensor:
-        """The tensor, or `tensor[index]`, or rows of either; what is stored in blocks becomes fp32."""
+    def read(
+        self,
+        name: str,
+        index: int | None = None,
+        rows: range | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`tensor`, `tensor[index]`, or rows of either, into `out` if given; blocks become fp32."""
         part = self._parts[name]
         start, count, shape = part.row, part.rows, part.shape
-        if part.heads:  # rows change places, so all of them are needed
-            pairs = _read_rows(part.tensor, start, count).view(
-                part.heads, count // part.heads // 2, 2, -1
-            )
-            whole = pairs.transpose(1, 2).contiguous().view(shape)
-            whole = whole if index is None else whole[index]
-            return whole if rows is None else whole[rows.start : rows.stop].clone()
         if index is not None:
             count, shape = count // shape[0], shape[1:]
             start += index * count
-        if rows is not None:
+        rows = range(shape[0]) if rows is None else rows
+        if out is None:
+            out = torch.empty((len(rows), *shape[1:]), dtype=part.dtype)
+        assert out.shape == (len(rows), *shape[1:]) and out.dtype == part.dtype
+        if part.heads:
+            self._read_rotated(part, rows, out)
+        elif len(shape) == 1:  # a vector lies in one row of the file
+            whole = torch.empty((1, shape[0]), dtype=part.dtype)
+            _read_rows(part.tensor, start, whole)
+            out.copy_(whole[0, rows.start : rows.stop])
+        else:
             each = count // shape[0]
-            start, count, shape = (
-                start + rows.start * each,
-                len(rows) * each,
-                (len(rows), *shape[1:]),
-            )
-        return _read_rows(part.tensor, start, count).view(shape)
+            _read_rows(part.tensor, start + rows.start * each, out.view(len(rows) * each, -1))
+        return out
+
+    def _read_rotated(self, part: _Part, rows: range, out: torch.Tensor) -> None:
+        """Rows of q or k: the heads they lie in are read whole, then put in Hugging Face's order."""
+        head = part.rows // part.heads
+        first, last = rows.start // head, -(-rows.stop // head)
+        pairs = torch.empty((last - first) * head, part.tensor.shape[-1], dtype=part.dtype)
+        _read_rows(part.tensor, first * head, pairs)
+        halves = pairs.view(last - first, head // 2, 2, -1).transpose(1, 2).reshape(len(pairs), -1)
+        out.copy_(halves[rows.start - first * head :][: len(rows)].view(out.shape))
 
     def text_files(self) -> dict[str, bytes]:
         """tokenizer.json, tokenizer_config.json, special_tokens_map.json, generation_config.json and, if
@@ -520,15 +535,18 @@ def _llama3_scaling(freqs: GgufTensor, theta: float, head_dim: int) -> dict[str,
     between them the inverse is interpolated. All published models have low 1, high 4, original 8192; the
     factor is the largest divisor. The guess is checked against every stored divisor.
     """
-    stored = _read_rows(freqs, 0, math.prod(freqs.shape[:-1])).double().flatten()
-    if stored.numel() != head_dim // 2:
+    if freqs.shape != (head_dim // 2,) or freqs.kind is not GGMLQuantizationType.F32:
         raise DamagedError(
-            f"{freqs.path.name}: rope_freqs.weight has {stored.numel()} entries, not {head_dim // 2}"
+            f"{freqs.path.name}: rope_freqs.weight is {freqs.kind.name} {list(freqs.shape)}, "
+            f"not F32 [{head_dim // 2}]"
         )
+    stored = torch.empty(1, head_dim // 2)
+    _read_rows(freqs, 0, stored)
     factor, low, high, original = _short(float(stored.max())), 1.0, 4.0, 8192
     wavelength = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2).double() / head_dim)
     smooth = ((original / wavelength - low) / (high - low)).clamp(0, 1)
-    if not torch.allclose(stored, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    if not torch.allclose(stored[0].double(), expected, rtol=1e-4):
         raise UnsupportedError(
             f"{freqs.path.name}: rope_freqs.weight is not Llama 3's scaling (low 1, high 4, original 8192)"
         )
@@ -613,31 +631,23 @@ def _as_column(tensor: GgufTensor) -> GgufTensor:
 # --- the numbers --------------------------------------------------------------------------------------
 
 
-def _read_rows(tensor: GgufTensor, row: int, rows: int) -> torch.Tensor:
-    """Rows [rows, columns] of `tensor` from `row` on (leading dimensions flattened), read explicitly."""
-    columns = tensor.shape[-1]
-    dtype, raw = PLAIN.get(tensor.kind, (torch.float32, np.uint8))
-    with tensor.path.open("rb", buffering=0) as handle:
-        handle.seek(tensor.offset + row * tensor.row_bytes)
-        if tensor.kind in PLAIN:
-            plain = np.empty((rows, columns), raw)
-            _fill(handle, plain, tensor)
-            return torch.from_numpy(plain).view(dtype)
-        out = torch.empty((rows, columns), dtype=dtype)
-        step = max(1, CHUNK_BYTES // tensor.row_bytes)
-        packed = np.empty((min(step, rows), tensor.row_bytes), np.uint8)
-        for at in range(0, rows, step):
-            chunk = packed[: min(step, rows - at)]
-            _fill(handle, chunk, tensor)
-            out[at : at + len(chunk)] = torch.from_numpy(dequantize(chunk, tensor.kind))
-        return out
+def _read_rows(tensor: GgufTensor, row: int, out: torch.Tensor) -> None:
+    """Fill `out` [rows, columns], contiguous, from row `row` of `tensor` on (leading dimensions flattened)."""
+    try:
+        with tensor.path.open("rb", buffering=0) as handle:
+            if tensor.kind in PLAIN:
+                _fill(handle, tensor, row, out.view(-1).view(torch.uint8).numpy())
+                return
+            step = max(1, CHUNK_BYTES // tensor.row_bytes)
+            packed = np.empty((min(step, len(out)), tensor.row_bytes), np.uint8)
+            for at in range(0, len(out), step):
+                chunk = packed[: min(step, len(out) - at)]
+                _fill(handle, tensor, row + at, chunk.reshape(-1))
+                out[at : at + len(chunk)] = torch.from_numpy(dequantize(chunk, tensor.kind))
+    except OSError as error:
+        raise disk_error(error, tensor.path, "read") from error
 
 
-def _fill(handle: Any, array: np.ndarray, tensor: GgufTensor) -> None:
-    view = memoryview(array.reshape(-1).view(np.uint8))
-    at = 0
-    while at < len(view):
-        count = handle.readinto(view[at : at + (1 << 30)])
-        if not count:
-            raise DamagedError(f"{tensor.path.name}: ends inside tensor {tensor.name}")
-        at += count
+def _fill(handle: BinaryIO, tensor: GgufTensor, row: int, out: np.ndarray) -> None:
+    if read_at(handle, memoryview(out), tensor.offset + row * tensor.row_bytes) != len(out):
+        raise DamagedError(f"{tensor.path.name}: ends inside tensor {tensor.name}")
