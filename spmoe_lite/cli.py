@@ -351,6 +351,8 @@ def run(
     Only the answer goes to stdout. A model with a chat template is asked through it; one without
     continues the text.
     """
+    from spmoe_lite.repl import answer_filter
+
     text = _read_prompt(prompt, prompt_file)
     if not text and not raw:
         raise UsageError("the prompt is empty")
@@ -361,7 +363,7 @@ def run(
     with _load(target, draft_path, given) as engine:
         sampling = _sampling(engine.default_sampling, given)
         limits = {"max_tokens": given["max_tokens"], "stop": given["stop"]}
-        show = str if as_json or not terminal.is_terminal(sys.stdout) else terminal.printable
+        show = answer_filter()
         with terminal.interruptible() as cancel, terminal.ProgressDisplay() as progress:
             limits |= {"sampling": sampling, "cancel": cancel, "on_progress": progress}
             if raw or engine.template is None:

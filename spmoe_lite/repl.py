@@ -21,12 +21,15 @@ import click
 from spmoe_lite.errors import DamagedError, NotFoundError, SpmoeError, UsageError
 from spmoe_lite.terminal import (
     ProgressDisplay,
+    WordWrap,
     can_draw,
+    columns,
     interruptible,
     is_interactive,
     is_terminal,
     note,
     printable,
+    say,
     size,
     table,
 )
@@ -120,7 +123,7 @@ class LineEditor:
             key_bindings=keys,
             completer=WordCompleter(words, sentence=True),
             complete_while_typing=False,
-            prompt_continuation=CONTINUED,
+            prompt_continuation=lambda width, line, wrapped: "" if wrapped else CONTINUED,
         )
 
     def read(self, prompt: str) -> str | None:
@@ -194,7 +197,7 @@ class Repl:
             except SpmoeError as error:
                 if not is_terminal(sys.stdin):
                     raise
-                click.echo(f"{error}", err=True)
+                note(str(error))
         return 0
 
     def handle(self, text: str) -> None:
@@ -250,7 +253,7 @@ class Repl:
     def _answer(self) -> Result:
         system = [{"role": "system", "content": self.system}] if self.system else []
         sampling = replace(self.sampling, seed=self.seed if self.seed is not None else new_seed())
-        show = printable if is_terminal(sys.stdout) else str
+        show = answer_filter()
         with interruptible() as cancel:
             with ProgressDisplay() as progress:
                 answer = self.engine.chat(
@@ -295,9 +298,7 @@ class Repl:
     def help(self, argument: str) -> None:
         rows = [[f"/{name} {c.takes}".rstrip(), c.about] for name, c in COMMANDS.items()]
         click.echo(table(rows))
-        click.echo(
-            '""" starts and ends text of several lines; Ctrl-C stops an answer; Ctrl-D leaves'
-        )
+        say('""" starts and ends text of several lines, Ctrl-C stops an answer, Ctrl-D leaves')
 
     def clear(self, argument: str) -> None:
         self.messages.clear()
@@ -324,7 +325,7 @@ class Repl:
 
     def set_system(self, argument: str) -> None:
         if not argument:
-            click.echo(self.system if self.system else "no system prompt; /system TEXT sets one")
+            say(self.system or "no system prompt; /system TEXT sets one")
             return
         self.system = None if argument == "-" else argument.strip('"')
         note("system prompt removed" if self.system is None else "system prompt set")
@@ -377,12 +378,12 @@ class Repl:
             *self._settings(),
         ]
         click.echo(table(rows))
-        click.echo(str(self.engine.plan))
+        say(str(self.engine.plan))
 
     def stats(self, argument: str) -> None:
         click.echo(table(_figures(self.engine.stats())))
         for notice in self.engine.notices:
-            click.echo(notice)
+            say(notice)
 
     def save(self, argument: str) -> None:
         path = _path(argument, "/save")
@@ -428,14 +429,24 @@ COMMANDS = {
     "help": Command(Repl.help, "", "this list"),
     "clear": Command(Repl.clear, "", "forget the conversation"),
     "regen": Command(Repl.regen, "", "answer the last question again"),
-    "system": Command(Repl.set_system, "[TEXT]", "show or set the system prompt (- removes it)"),
+    "system": Command(Repl.set_system, "[TEXT]", "show or set the system prompt, - removes it"),
     "set": Command(Repl.change, "[NAME VALUE]", "show or change temp, top-k, seed, ..."),
     "show": Command(Repl.show, "", "the model, its plan, the settings"),
-    "stats": Command(Repl.stats, "", "what was computed and moved since the start"),
+    "stats": Command(Repl.stats, "", "what was computed and moved so far"),
     "save": Command(Repl.save, "FILE", "write the conversation to a file"),
     "load": Command(Repl.load, "FILE", "go on from a saved conversation"),
     "exit": Command(Repl.leave, "", "leave (also /bye, /quit, Ctrl-D)"),
 }
+
+
+def answer_filter() -> Callable[[str], str]:
+    """What stdout gets of an answer: all of it in a pipe, on a terminal harmless and wrapped."""
+    if not is_terminal(sys.stdout):
+        return str
+    if not can_draw(sys.stdout):
+        return printable
+    wrap = WordWrap(columns())
+    return lambda piece: wrap.push(printable(piece))
 
 
 def new_seed() -> int:
@@ -509,11 +520,11 @@ def _figures(values: dict[str, Any]) -> list[list[str]]:
             rows += _figures(asdict(value))
         elif isinstance(value, dict):
             rows += _figures(value)
-        elif isinstance(value, float):
+        elif isinstance(value, float) and value:
             rows.append([name.replace("_", " "), f"{value:,.3f}"])
-        elif name == "bytes_moved":
+        elif name == "bytes_moved" and value:
             rows.append(["moved", size(value)])
-        elif value is not None and not isinstance(value, list):
+        elif value not in (None, 0) and not isinstance(value, list):
             rows.append(
                 [name.replace("_", " "), f"{value:,}" if type(value) is int else f"{value}"]
             )

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ FIRST_PLAIN_S = 5.0  # a stage shorter than this prints no plain line
 PLAIN_EVERY_S = 15.0
 RATE_WINDOW_S = 10.0
 BAR_COLUMNS = 70  # narrower terminals get the numbers without the bar
+BAR_WIDTH = 20
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -72,22 +74,79 @@ def dim(text: str, stream: TextIO | None = None) -> str:
 
 
 def note(text: str) -> None:
-    """One dim remark on stderr, wrapped between its ` · ` parts on a narrow terminal."""
+    """One dim remark on stderr, folded to the width of the terminal."""
     if is_terminal(sys.stderr):
-        text = wrap_parts(text, columns())
+        text = fold(text, columns())
     click.echo("\n".join(dim(line) for line in text.split("\n")), err=True)
 
 
-def wrap_parts(text: str, width: int, separator: str = " · ") -> str:
-    """Break `text` into lines of at most `width` columns at its separators (or nowhere)."""
-    lines = [""]
-    for part in text.split(separator):
-        longer = f"{lines[-1]}{separator}{part}" if lines[-1] else part
-        if len(longer) < width or not lines[-1]:
-            lines[-1] = longer
-        else:
-            lines.append(part)
+def say(text: str) -> None:
+    """What a person asked to see, on stdout, folded to the width of the terminal."""
+    click.echo(fold(text, columns()) if is_terminal(sys.stdout) else text)
+
+
+def fold(text: str, width: int) -> str:
+    """Break lines longer than `width` columns: between their ` · ` parts, else between words."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        separator = " · " if " · " in line else " "
+        parts = line.split(separator)
+        folded = parts[:1]
+        for part in parts[1:]:
+            if len(folded[-1]) + len(separator) + len(part) <= width:
+                folded[-1] += separator + part
+            else:
+                folded.append(part)
+        lines += folded
     return "\n".join(lines)
+
+
+class WordWrap:
+    """Streamed text for a terminal that can draw: a word that crosses the edge moves to the next line.
+
+    Every character is shown at once; what was shown of the word is erased then. Indented and fenced lines
+    are code and stay as they are. Characters of double width are words of their own.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = width - 1  # in the last column the cursor's place is not certain
+        self._line = self._word = ""
+        self._column = 0
+        self._fenced = False
+
+    def push(self, text: str) -> str:
+        return "".join(map(self._character, text))
+
+    def _character(self, c: str) -> str:
+        if c == "\n":
+            self._fenced ^= self._line.lstrip().startswith("```")
+            self._line = self._word = ""
+            self._column = 0
+            return c
+        self._line += c
+        if self._fenced or self._line.startswith(("    ", "\t")):
+            return c
+        wide = unicodedata.east_asian_width(c) in "WF"
+        cells = 0 if unicodedata.combining(c) else 2 if wide else 1
+        over = self._column + cells > self._width
+        self._column += cells
+        if c == " " or wide:
+            self._word = ""
+            if not over:
+                return c
+            self._column = cells if wide else 0
+            return "\n" + (c if wide else "")
+        self._word += c
+        if not over:
+            return c
+        shown = self._column - cells
+        before = len(self._word) - 1
+        if before == shown:  # one word fills the line
+            self._word, self._column = c, cells
+            return "\n" + c
+        self._column = before + cells
+        erase = f"\x1b[{before}D\x1b[K" if before else ""
+        return f"{erase}\n{self._word}"
 
 
 def printable(text: str) -> str:
@@ -116,16 +175,23 @@ def duration(seconds: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Rows in columns of equal width; the columns numbered in `right` are flushed right."""
+    """Rows in columns of equal width; the columns numbered in `right` are flushed right.
+
+    On a terminal too narrow for them the cells of the last column are folded.
+    """
     if not rows:
         return ""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    indent = sum(widths[:-1]) + 2 * len(widths[:-1])
+    room = max(columns() - indent, 16) if is_terminal(sys.stdout) else sys.maxsize
     lines = []
     for row in rows:
         cells = [
             cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            for i, (cell, width) in enumerate(zip(row[:-1], widths, strict=False))
         ]
+        last = row[-1].rjust(widths[-1]) if len(widths) - 1 in right else fold(row[-1], room)
+        cells.append(last.replace("\n", "\n" + " " * indent))
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
@@ -227,11 +293,12 @@ class ProgressDisplay:
         from rich.progress import BarColumn, ProgressColumn, TextColumn
         from rich.progress import Progress as Bar
 
-        text = describe(progress, self._rate())
+        wide = columns() >= BAR_COLUMNS
+        text = describe(progress, self._rate(), columns() - (BAR_WIDTH + 1) * wide)
         if self._bar is None:
             shown: list[ProgressColumn] = [TextColumn("{task.description}", markup=False)]
-            if columns() >= BAR_COLUMNS:
-                shown.insert(0, BarColumn(bar_width=20))
+            if wide:
+                shown.insert(0, BarColumn(bar_width=BAR_WIDTH))
             self._bar = Bar(*shown, console=Console(stderr=True), transient=True)
             self._task = self._bar.add_task(text, total=progress.total)
             self._bar.start()
@@ -248,22 +315,22 @@ class ProgressDisplay:
             self._printed = now if not finished else self._started
 
 
-def describe(progress: Progress, rate: float) -> str:
-    """One line: `convert 12.3 of 93.4 GB, 512 MB/s, 3 min left`."""
+def describe(progress: Progress, rate: float, width: int = sys.maxsize) -> str:
+    """One line: `convert 12.3 of 93.4 GB, 512 MB/s, 3 min left`; a narrow one leaves out the rate."""
     done, total, unit = progress.done, progress.total, progress.unit
     in_bytes = unit == "bytes"
-    text = f"{progress.stage} {size(done) if in_bytes else done}"
-    if total is not None:
-        text = (
-            f"{progress.stage} {_amount(done, total) if in_bytes else f'{done} of {total} {unit}'}"
-        )
-    elif not in_bytes:
-        text += f" {unit}"
+    if total is None:
+        amount = size(done) if in_bytes else f"{done} {unit}"
+    else:
+        amount = _amount(done, total) if in_bytes else f"{done} of {total} {unit}"
+    parts = [f"{progress.stage} {amount}"]
     if rate > 0:
-        text += f", {size(rate)}/s" if in_bytes else f", {rate:.0f} {unit}/s"
+        parts.append(f"{size(rate)}/s" if in_bytes else f"{rate:.0f} {unit}/s")
         if total is not None and done < total:
-            text += f", {duration((total - done) / rate)} left"
-    return text
+            parts.append(f"{duration((total - done) / rate)} left")
+    if len(", ".join(parts)) > width:
+        del parts[1:2]
+    return ", ".join(parts)
 
 
 def _amount(done: int, total: int) -> str:

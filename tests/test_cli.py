@@ -627,11 +627,63 @@ def test_sizes_are_for_people(count, text):
     assert terminal.size(count) == text
 
 
-def test_lines_break_between_their_parts():
+def test_lines_break_between_their_parts_or_words():
     text = "120 tokens · 12.5 tok/s · first token 0.52 s · acceptance 71%"
-    assert terminal.wrap_parts(text, 80) == text
-    wrapped = terminal.wrap_parts(text, 30).split("\n")
-    assert wrapped == ["120 tokens · 12.5 tok/s", "first token 0.52 s", "acceptance 71%"]
+    assert terminal.fold(text, len(text)) == text
+    assert terminal.fold(text, 30).split("\n") == [
+        "120 tokens · 12.5 tok/s",
+        "first token 0.52 s",
+        "acceptance 71%",
+    ]
+    assert terminal.fold("Ctrl-C again leaves", 14) == "Ctrl-C again\nleaves"
+
+
+def on_screen(text: str, width: int) -> list[str]:
+    """Lines of a terminal that shows `text`: wraps, moves left, erases to the end of the line."""
+    lines, column = [""], 0
+    for part in re.findall(r"\x1b\[\d*[DK]|\n|.", text):
+        if part == "\n":
+            lines.append("")
+            column = 0
+        elif part.endswith("D") and part[0] == "\x1b":
+            column -= int(part[2:-1])
+        elif part == "\x1b[K":
+            lines[-1] = lines[-1][:column]
+        else:
+            assert column < width
+            lines[-1] = lines[-1][:column] + part + lines[-1][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines]
+
+
+@pytest.mark.parametrize("width", [11, 20, 40, 80])
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_streamed_text_wraps_between_words(width, step):
+    text = (
+        "The quick brown fox jumps over\nthe lazy dog; a veryveryverylongwordindeed ends it.  Yes."
+    )
+    wrap = terminal.WordWrap(width)
+    shown = "".join(wrap.push(text[i : i + step]) for i in range(0, len(text), step))
+    lines = on_screen(shown, width)
+    assert max(map(len, lines)) < width
+    words = text.split()
+    if width > max(map(len, words)):
+        assert " ".join(lines).split() == words
+    assert "".join("".join(lines).split()) == "".join(words)
+    if step == 1:
+        assert all(wrap.push("x") for _ in range(9))  # nothing is held back
+
+
+def test_code_is_not_wrapped():
+    code = "```python\nprint('a long line of code', 1, 2)\n```\n    indented code that is long\n"
+    assert terminal.WordWrap(20).push(code) == code
+    assert terminal.WordWrap(9).push("漢字漢字漢字") == "漢字漢字\n漢字"
+
+
+def test_a_narrow_progress_line_leaves_out_the_rate():
+    progress = Progress("load", 27 * 10**9, 50 * 10**9, "bytes")
+    assert terminal.describe(progress, 23.4e9) == "load 27.0 of 50.0 GB, 23.4 GB/s, 1 s left"
+    assert terminal.describe(progress, 23.4e9, 40) == "load 27.0 of 50.0 GB, 1 s left"
 
 
 def test_the_second_ctrl_c_is_a_keyboard_interrupt():
