@@ -25,8 +25,9 @@ logging.getLogger("spmoe_lite").addHandler(logging.NullHandler())
 
 if TYPE_CHECKING:
     from spmoe_lite.config import SamplingParams
-    from spmoe_lite.converters import convert, repack
-    from spmoe_lite.engine import Engine, Generation, Result
+    from spmoe_lite.converters.plan import ConvertPlan
+    from spmoe_lite.converters.repack import ConvertResult, convert, repack
+    from spmoe_lite.engine import Engine
     from spmoe_lite.errors import (
         BusyError,
         Cancelled,
@@ -38,20 +39,28 @@ if TYPE_CHECKING:
         UnsupportedError,
         UsageError,
     )
-    from spmoe_lite.library import inspect, packs, remove, verify
+    from spmoe_lite.generation import Generation, Result
+    from spmoe_lite.library import PackInfo, inspect, packs, remove, verify
+    from spmoe_lite.plan import Plan
     from spmoe_lite.progress import Progress
+    from spmoe_lite.stats import RunStats
 
 __all__ = [
     "BusyError",
     "Cancelled",
     "CapacityError",
+    "ConvertPlan",
+    "ConvertResult",
     "DamagedError",
     "Engine",
     "Generation",
     "NetworkError",
     "NotFoundError",
+    "PackInfo",
+    "Plan",
     "Progress",
     "Result",
+    "RunStats",
     "SamplingParams",
     "SpmoeError",
     "UnsupportedError",
@@ -65,26 +74,27 @@ __all__ = [
     "verify",
 ]
 
-_MODULE_OF = {
-    "SamplingParams": "config",
-    "convert": "converters",
-    "repack": "converters",
-    "Engine": "engine",
-    "Generation": "engine",
-    "Result": "engine",
-    "Progress": "progress",
-    "inspect": "library",
-    "packs": "library",
-    "remove": "library",
-    "verify": "library",
-} | {name: "errors" for name in __all__ if name.endswith("Error") or name == "Cancelled"}
+_PUBLIC = {
+    "config": ("SamplingParams",),
+    "converters.plan": ("ConvertPlan",),
+    "converters.repack": ("ConvertResult", "convert", "repack"),
+    "engine": ("Engine",),
+    "generation": ("Generation", "Result"),
+    "library": ("PackInfo", "inspect", "packs", "remove", "verify"),
+    "plan": ("Plan",),
+    "progress": ("Progress",),
+    "stats": ("RunStats",),
+}
+_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    """Import a public name when it is first used; what is not listed above is an error class."""
+    if name not in __all__:
         raise AttributeError(f"module 'spmoe_lite' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"spmoe_lite.{_MODULE_OF[name]}"), name)
+    module = importlib.import_module(f"spmoe_lite.{_MODULE_OF.get(name, 'errors')}")
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    return __all__
