@@ -39,9 +39,3 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
-
-
-def kv_bytes(config: ModelConfig, capacity: int, dtype_bytes: int) -> int:
-    """Bytes a `KVCache` of that capacity takes."""
-    per_token = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return 2 * per_token * capacity * dtype_bytes

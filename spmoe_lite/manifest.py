@@ -484,7 +484,7 @@ def locked(folder: Path) -> Iterator[None]:
             _lock(file)
         except (BlockingIOError, PermissionError) as error:  # what flock and Windows answer
             raise BusyError(f"{folder} is being written by another process") from error
-        except OSError as error:
+        except (OSError, ImportError) as error:
             log.warning("%s cannot be locked (%s); let no second process write it", folder, error)
         yield
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from spmoe_lite.config import DTYPE_BYTES, ModelConfig
 from spmoe_lite.errors import CapacityError, UsageError
-from spmoe_lite.kvcache import kv_bytes
 
 MIN_SLOTS = 2
 _UNITS = {"": 1, "B": 1, "K": 1e3, "M": 1e6, "G": 1e9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -159,7 +158,10 @@ def _slots(
 
 
 def _kv(size: ModelSize, context: int) -> int:
-    return kv_bytes(size.config, context, DTYPE_BYTES[size.dense_dtype])
+    """Bytes a `KVCache` of that capacity takes."""
+    c = size.config
+    per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
+    return per_token * context * DTYPE_BYTES[size.dense_dtype]
 
 
 def _workspace(size: ModelSize, rows: int) -> int:
