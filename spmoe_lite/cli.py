@@ -8,6 +8,7 @@ Answers and asked-for output go to stdout; progress, remarks and errors to stder
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from spmoe_lite.converters import ConvertPlan, ConvertResult
     from spmoe_lite.engine import Engine
 
-PROGRAM = "spmoe-lite"
+NAME = "spmoe-lite"
+STARTED_AS = {"spmoe_lite.py": "python3 spmoe_lite.py", "__main__.py": "python3 -m spmoe_lite"}
+PROGRAM = STARTED_AS.get(Path(sys.argv[0]).name, NAME)  # what to type, in hints
 FIRST_PAIR = ("mixtral-8x7b", "mistral-7b")  # what `chat` offers to convert where there is no pack
 PRECISIONS = ["bf16", "fp16", "fp32"]
 
@@ -64,7 +67,7 @@ def run_command(args: list[str]) -> int:
         return _fail("out of memory", CapacityError.exit_code, state)
     except BaseException as error:  # a library's panic is not an Exception
         what = f"{type(error).__name__}: {error}".rstrip(": ")
-        return _fail(f"{what} (this is a bug in {PROGRAM}; --debug shows where)", 1, state)
+        return _fail(f"{what} (this is a bug in {NAME}; --debug shows where)", 1, state)
 
 
 def _fail(message: str, code: int, state: dict[str, bool]) -> int:
@@ -72,7 +75,10 @@ def _fail(message: str, code: int, state: dict[str, bool]) -> int:
         import traceback
 
         click.echo(traceback.format_exc(), err=True)
-    click.echo(f"{PROGRAM}: {' '.join(message.split())}", err=True)
+    hint = re.sub(
+        rf"\b{NAME} (?={'|'.join(cli.commands)})", f"{PROGRAM} ", " ".join(message.split())
+    )
+    click.echo(f"{NAME}: {hint}", err=True)
     return code
 
 
@@ -98,7 +104,7 @@ def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         triton = "not installed"
     cuda = torch.cuda.is_available()
     rows = [
-        [PROGRAM, __version__],
+        [NAME, __version__],
         ["torch", torch.__version__],
         ["triton", triton],
         ["device", torch.cuda.get_device_name() if cuda else "cpu"],
@@ -489,7 +495,7 @@ def inspect(pack: str, as_json: bool) -> None:
     if as_json:
         _echo_json(found)
     else:
-        click.echo(terminal.table(_rows(found)))
+        click.echo(terminal.table(_contents(found)))
 
 
 @cli.command()
@@ -754,17 +760,36 @@ def _date(modified: float) -> str:
     return datetime.fromtimestamp(modified).astimezone().isoformat(timespec="seconds")
 
 
-def _rows(values: dict[str, Any], prefix: str = "") -> list[list[str]]:
-    """Nested values as `name value` rows, bytes in readable units."""
-    rows = []
-    for key, value in values.items():
-        if isinstance(value, dict):
-            rows += _rows(value, f"{prefix}{key}.")
-        elif key.endswith("bytes") and isinstance(value, int):
-            rows.append([f"{prefix}{key.removesuffix('_bytes')}", size(value)])
-        else:
-            rows.append([f"{prefix}{key}", str(value)])
-    return rows
+def _contents(found: dict[str, Any]) -> list[list[str]]:
+    """What a person wants to know of a pack; --json has the rest."""
+    model, audit, source = found["model"], found["audit"], found["source"]
+    revision = f"@{source['revision']}" if source.get("revision") else ""
+    rows = [
+        ["pack", found["path"]],
+        ["made", f"{found['created']}, format {found['format']}"],
+        ["from", f"{source['id']}{revision}"],
+        [
+            "model",
+            f"{found['family']}, {found['layers']} layers, hidden {model['hidden_size']}, "
+            f"{model['num_attention_heads']} heads ({model['num_key_value_heads']} KV)",
+        ],
+        ["context", f"{model['max_position_embeddings']} tokens"],
+        ["vocabulary", f"{found['num_tokens']} tokens"],
+        ["size", size(found["total_bytes"])],
+        ["dense part", f"{found['dense_dtype']}, {size(found['dense_file_bytes'])}"],
+    ]
+    if found["experts"]:
+        rows += [
+            [
+                "experts",
+                f"{found['expert_dtype']}, {size(found['expert_files_bytes'])}: {found['experts']} of "
+                f"{size(found['expert_bytes'])}, {found['experts_per_layer']} a layer, "
+                f"{found['experts_per_token']} a token",
+            ],
+            ["found", f"{audit['found']} expert matrices"],
+        ]
+    names = [["files" if i == 0 else "", name] for i, name in enumerate(found["files"])]
+    return rows + names
 
 
 def _echo_json(value: Any) -> None:
