@@ -28,6 +28,8 @@ if "tests" not in sys.modules:  # helpers are imported as tests.tiny, tests.orac
     sys.modules["tests"] = types.ModuleType("tests")
     sys.modules["tests"].__path__ = [str(ROOT / "tests")]
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads would only wait for each other
+
 import torch  # noqa: E402
 
 HAS_GPU = torch.cuda.is_available()
