@@ -14,7 +14,9 @@ import math
 import os
 import shutil
 import threading
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -22,12 +24,35 @@ from spmoe_lite.config import DTYPE_BYTES
 from spmoe_lite.converters.recipe import Recipe, check_shape, read_as
 from spmoe_lite.converters.source import Checkpoint, Piece, Source, SourceTensor, TensorFiles
 from spmoe_lite.errors import DamagedError, UnsupportedError
-from spmoe_lite.hub import HubRepo
 from spmoe_lite.manifest import SAFETENSORS_DTYPES, layer_file, naming, read_header, write_header
 from spmoe_lite.pack import PackWriter
 from spmoe_lite.progress import OnProgress, check
 
 SPOOL = "spool"
+
+
+class Repository(Protocol):
+    """A checkpoint whose files come when asked for: `hub.HubRepo`, or one that makes them (the demo's)."""
+
+    id: str
+    revision: str
+    name: str
+
+    def files(self) -> dict[str, int]: ...
+    def download_bytes(self, names: Iterable[str]) -> int: ...
+    def fetch(
+        self,
+        name: str,
+        on_progress: OnProgress | None = None,
+        cancel: threading.Event | None = None,
+    ) -> Path: ...
+    def fetch_all(
+        self,
+        names: Iterable[str],
+        on_progress: OnProgress | None = None,
+        cancel: threading.Event | None = None,
+    ) -> Path: ...
+    def drop(self, name: str) -> int: ...
 
 
 class Shards:
@@ -36,7 +61,7 @@ class Shards:
     def __init__(
         self,
         source: Checkpoint,
-        repo: HubRepo,
+        repo: Repository,
         recipe: Recipe,
         on_progress: OnProgress | None,
         cancel: threading.Event | None,

@@ -33,7 +33,7 @@ import torch
 from spmoe_lite import hub, library
 from spmoe_lite.config import DTYPE_BYTES, ModelConfig
 from spmoe_lite.converters.gguf import GgufCheckpoint, is_gguf
-from spmoe_lite.converters.lowdisk import Shards
+from spmoe_lite.converters.lowdisk import Repository, Shards
 from spmoe_lite.converters.plan import (
     ConvertPlan,
     check_room,
@@ -74,7 +74,7 @@ class ConvertResult:
 
 
 def convert(
-    source: str | Path,
+    source: str | Path | Repository,
     *,
     name: str | None = None,
     out: str | Path | None = None,
@@ -107,9 +107,14 @@ def convert(
 
 
 def _open(
-    given: str | Path, offline: bool, on_progress: OnProgress | None, cancel: threading.Event | None
-) -> tuple[Source, str, hub.HubRepo | None]:
-    """The source, what to call its pack, and the hub repository if it comes from there."""
+    given: str | Path | Repository,
+    offline: bool,
+    on_progress: OnProgress | None,
+    cancel: threading.Event | None,
+) -> tuple[Source, str, Repository | None]:
+    """The source, what to call its pack, and the repository if its files come one by one."""
+    if not isinstance(given, str | Path):
+        return _arriving(given, on_progress, cancel), given.name, given
     path = Path(given).expanduser()
     if path.is_dir():
         if (path / MANIFEST).is_file():
@@ -124,14 +129,19 @@ def _open(
     repo.check_access(cancel)
     repo.fetch_text(on_progress, cancel)
     repo.weights(on_progress, cancel)
-    checkpoint = Checkpoint(
+    return _arriving(repo, on_progress, cancel), repo.name, repo
+
+
+def _arriving(
+    repo: Repository, on_progress: OnProgress | None, cancel: threading.Event | None
+) -> Checkpoint:
+    return Checkpoint(
         repo.id,
         repo.files(),
         lambda file: repo.fetch(file, on_progress, cancel),
         revision=repo.revision,
         arrived=False,
     )
-    return checkpoint, repo.name, repo
 
 
 def _target(out: str | Path | None, name: str, home: str | Path | None) -> Path:
@@ -194,7 +204,7 @@ def _convert_local(
 
 def _convert_hub(
     source: Checkpoint,
-    repo: hub.HubRepo,
+    repo: Repository,
     path: Path,
     asked: _Asked,
     confirm: Callable[[ConvertPlan], bool] | None,
@@ -229,7 +239,7 @@ def _convert_hub(
 
 
 def _write_low_disk(
-    model: _Model, source: Checkpoint, repo: hub.HubRepo, path: Path, asked: _Asked
+    model: _Model, source: Checkpoint, repo: Repository, path: Path, asked: _Asked
 ) -> None:
     shards = Shards(source, repo, model.recipe, asked.on_progress, asked.cancel)
     head = read_journal(path.with_name(path.name + PARTIAL)).get("head", {})
@@ -435,16 +445,25 @@ def _write(model: _Model, path: Path, asked: _Asked, shards: Shards | None = Non
         force=asked.force,
         cancel=asked.cancel,
     )
+    faulty = False
     try:
         with writer:
             if shards is not None:
                 shards.adopt(writer.partial, dense, model.source_dtypes)  # type: ignore[arg-type]
-            audit = _Fill(model, writer, dense, experts, asked, shards).run()
+            fill = _Fill(model, writer, dense, experts, asked, shards)
+            try:
+                fill.run()
+            except (DamagedError, UnsupportedError):
+                faulty = True
+                raise
+            writer.verify(on_progress=asked.on_progress)
+            if shards is not None:
+                shards.all_done()
             model.source.close()
-            writer.finish(audit, model.num_tokens)
-    except (DamagedError, UnsupportedError):  # the same source would fail again
-        shutil.rmtree(writer.partial, ignore_errors=True)
-        raise
+            writer.finish(fill.audit(), model.num_tokens)
+    finally:
+        if faulty:  # the same source would fail again
+            shutil.rmtree(writer.partial, ignore_errors=True)
 
 
 class _Fill:
@@ -464,10 +483,10 @@ class _Fill:
         self.layer_bytes = layer_bytes(model.config, experts)
         self.total, self.done = pack_bytes(model.config, dense, experts), 0
 
-    def run(self) -> dict[str, int]:
-        """Write and verify all files; return the audit for the manifest."""
-        model, writer, found = self.model, self.writer, 0
-        for layer, pieces in enumerate(model.recipe.experts):
+    def run(self) -> None:
+        """Write all files that an earlier run did not finish."""
+        model, writer = self.model, self.writer
+        for layer in range(len(model.recipe.experts)):
             if writer.has(layer_file(layer)):
                 self._count(self.layer_bytes)
             else:
@@ -476,7 +495,6 @@ class _Fill:
                 writer.write_layer(layer, self._layer(layer))
             if self.shards is not None:
                 self.shards.layer_done(layer, writer)
-            found += sum(len(expert) for expert in pieces)
         if writer.has(DENSE):
             self._count(dense_bytes(model.config, self.dense))
         else:
@@ -486,14 +504,15 @@ class _Fill:
             )
         for name, data in model.texts.items():
             writer.copy_text(name, data)
-        writer.verify(on_progress=self.asked.on_progress)
-        if self.shards is not None:
-            self.shards.all_done()
+
+    def audit(self) -> dict[str, int]:
+        """What was to be written and has been: `run` ends without error only if all was found."""
+        experts = self.model.recipe.experts
         return {
-            "layers": len(model.recipe.experts),
-            "experts": model.config.num_local_experts,
+            "layers": len(experts),
+            "experts": self.model.config.num_local_experts,
             "matrices": 3 if self.experts else 0,
-            "found": found,
+            "found": sum(len(pieces) for layer in experts for pieces in layer),
         }
 
     def _layer(self, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
