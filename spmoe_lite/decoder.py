@@ -158,10 +158,15 @@ class Decoder:
     def _target_pass(
         self, tokens: Sequence[int], logits_rows: int, cancel: threading.Event | None
     ) -> torch.Tensor:
+        started, stalled = time.perf_counter(), self.counters.stall_seconds
         if self.store is not None:
             self.store.cancel = cancel
-        started, stalled = time.perf_counter(), self.counters.stall_seconds
-        logits = self.target.forward(list(tokens), self.session.target_kv, logits_rows=logits_rows)
+        try:
+            kv = self.session.target_kv
+            logits = self.target.forward(list(tokens), kv, logits_rows=logits_rows)
+        finally:
+            if self.store is not None:
+                self.store.cancel = None
         if len(tokens) <= self.draft_tokens + 1:
             stalled = self.counters.stall_seconds - stalled
             milliseconds = (time.perf_counter() - started - stalled) * 1e3

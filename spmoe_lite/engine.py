@@ -29,7 +29,7 @@ import numpy as np
 import psutil
 import torch
 
-from spmoe_lite import library as packs
+from spmoe_lite import library
 from spmoe_lite.chat_template import ChatTemplate
 from spmoe_lite.config import SamplingParams
 from spmoe_lite.cutoff import Drift, Profile, load_profile
@@ -125,10 +125,10 @@ class Engine:
         if not 0 <= draft_tokens <= MAX_DRAFT_TOKENS:
             raise UsageError(f"--draft-tokens {draft_tokens}: 0 to {MAX_DRAFT_TOKENS}")
         place = _device(device)
-        target_pack = Pack.open(packs.find(target, home))
+        target_pack = Pack.open(library.find(target, home))
         engine = None
         try:
-            draft_pack = None if draft is None else Pack.open(packs.find(draft, home))
+            draft_pack = None if draft is None else Pack.open(library.find(draft, home))
             engine = cls(target_pack, draft_pack, place)
             engine._read_texts(template)
             engine._make_plan(vram, slots, ctx_size, draft_tokens)
@@ -145,7 +145,7 @@ class Engine:
                 on_progress=on_progress,
             )
             for pack in engine._packs:
-                packs.touch_used(pack.path)
+                library.touch_used(pack.path)
         except BaseException:
             if engine is None:
                 target_pack.close()
@@ -430,7 +430,7 @@ class Engine:
         if self.device.type == "cuda":
             machine += "-" + torch.cuda.get_device_name(self.device)
         safe = re.sub(r"[^A-Za-z0-9.+_-]+", "_", f"{names}@{machine}-{self.plan.slots}")
-        return (packs.home() if home is None else home) / "profiles" / f"{safe}.json"
+        return (library.home() if home is None else home) / "profiles" / f"{safe}.json"
 
     @torch.inference_mode()
     def _first_profile(self, target: Transformer, draft: Transformer | None) -> Profile:

@@ -135,12 +135,13 @@ class ExpertStore:
     ) -> list[int]:
         """Copy as many of `missing` as can be given a slot now, taking them off the list.
 
-        With `must` at least one is loaded: if the prefetch worker is filling every slot of the pool,
-        wait for it.
+        In prefill that is one at a time: it arrives while the one before is computed, then its slot goes
+        to the next, and two slots see the whole layer through. With `must` at least one is loaded: if
+        the prefetch worker is filling every slot of the pool, wait for it.
         """
         loaded: list[int] = []
         started = time.perf_counter()
-        while missing:
+        while missing and not (self._prefill and loaded):
             check(self.cancel)
             key = (layer, missing[0])
             with self._changed:

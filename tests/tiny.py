@@ -165,6 +165,9 @@ def random_tensors(
         tensors[f"{at}.self_attn.k_proj.weight"] = matrix(kv_rows, hidden)
         tensors[f"{at}.self_attn.v_proj.weight"] = matrix(kv_rows, hidden)
         tensors[f"{at}.self_attn.o_proj.weight"] = matrix(hidden, q_rows)
+        if config.get("attention_bias"):
+            for name, rows in {"q": q_rows, "k": kv_rows, "v": kv_rows, "o": hidden}.items():
+                tensors[f"{at}.self_attn.{name}_proj.bias"] = matrix(1, rows)[0]
         tensors[f"{at}.post_attention_layernorm.weight"] = norm()
         if experts:
             tensors[f"{at}.block_sparse_moe.gate.weight"] = matrix(experts, hidden, 2.0)
