@@ -427,7 +427,7 @@ def convert(source: str, yes: bool, **given: Any) -> int:
     owner/model@revision), or a short name such as mixtral-8x7b. An existing path wins over a hub id. A
     stopped conversion resumes when the same command is typed again.
     """
-    from spmoe_lite import convert as library_convert
+    from spmoe_lite.converters import convert as library_convert
 
     _show_log()
     result = _convert(library_convert, source, lambda plan: _confirm(plan, yes), **given)
@@ -474,7 +474,7 @@ def list_packs(as_json: bool) -> None:
 @debug_option
 def rm(names: tuple[str, ...]) -> None:
     """Delete packs, unfinished ones too."""
-    from spmoe_lite import packs, remove
+    from spmoe_lite.library import packs, remove
 
     sizes = {p.name: p.size_bytes for p in packs()}
     for name in names:
@@ -489,7 +489,7 @@ def rm(names: tuple[str, ...]) -> None:
 @debug_option
 def inspect(pack: str, as_json: bool) -> None:
     """Show what is inside PACK."""
-    from spmoe_lite import inspect as library_inspect
+    from spmoe_lite.library import inspect as library_inspect
 
     found = library_inspect(_find(pack))
     if as_json:
@@ -503,7 +503,7 @@ def inspect(pack: str, as_json: bool) -> None:
 @debug_option
 def verify(pack: str) -> None:
     """Check every byte of PACK against its hashes."""
-    from spmoe_lite import verify as library_verify
+    from spmoe_lite.library import verify as library_verify
 
     with terminal.interruptible() as cancel, terminal.ProgressDisplay() as progress:
         library_verify(_find(pack), on_progress=progress, cancel=cancel)
@@ -518,7 +518,7 @@ def verify(pack: str) -> None:
 @debug_option
 def repack(name: str, **given: Any) -> None:
     """Upgrade a pack to this version's format, or change its precision, without a download."""
-    from spmoe_lite import repack as library_repack
+    from spmoe_lite.converters import repack as library_repack
 
     _show_log()
     _convert(library_repack, name, **given)
@@ -622,7 +622,7 @@ def _choose(
 
 def _offer(name: str) -> Path | None:
     """Convert a known model if the person agrees to its sizes."""
-    from spmoe_lite import convert as library_convert
+    from spmoe_lite.converters import convert as library_convert
 
     try:
         return _find(name)
