@@ -503,7 +503,8 @@ class PackWriter:
             _verify_files(self.partial, files, on_progress, self.cancel)
         except DamagedError:
             self._trusted -= files.keys()
-            self._files = {name: entry for name, entry in self._files.items() if self.has(name)}
+            kept = [name for name in list(self._files) if self.has(name)]
+            self._files = {name: self._files[name] for name in kept}
             self._write_journal()
             raise
         self._trusted |= files.keys()
