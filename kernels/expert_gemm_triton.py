@@ -1,0 +1,219 @@
+"""Triton kernels of the experts: equations and contract in `expert_gemm.py`.
+
+`_expert_gemm_kernel` is both products: with GATED it multiplies by gate and up and applies SwiGLU, without
+it multiplies by down. One program owns BLOCK_N weight rows of one expert and a tile of the rows that chose
+it. Up to 32 tokens the tile is all tokens: each column looks up whether and where its token chose the expert,
+so nothing is sorted and the expert's bytes are read once, from wherever they lie. For more tokens
+`_order_kernel` first lists each expert's rows on the device; programs beyond the end of a list stop at once.
+Nothing on the host depends on the routing.
+
+The address of an expert becomes a pointer inside the kernel. The cast loses what is known of its alignment,
+so it is declared again after the cast; without it every load is scalar (2.7 instead of 4.2 TB/s, H200). With
+a second address the weights are stored there as they are read, so that an expert in host memory crosses the
+bus once for both uses.
+
+Same bits for a row whatever stands beside it: see `tile_triton.py`; each (row, choice) is written by one
+program at a place of its own, and `_combine_kernel` adds the choices in the router's order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from .configs import SOME, capability_of, tile
+from .expert_gemm import DTYPES
+from .tile_triton import dot_tile
+
+if TYPE_CHECKING:
+    from spmoe_lite.config import ExpertLayout
+
+TRITON_DTYPES = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
+ORDER_BLOCK = 1024
+COMBINE_BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tokens"])
+def _order_kernel(
+    experts_ptr,  # [T * k] int32
+    use_ptr,  # [n, 3] int64
+    order_ptr,  # [n, T] int32, out: the pairs t * k + j that chose the expert, in rising order
+    counts_ptr,  # [n] int32, out
+    num_pairs,
+    num_tokens,
+    BLOCK: tl.constexpr,
+):
+    line = tl.program_id(0)
+    expert = tl.load(use_ptr + line * 3)
+    order_ptr += line.to(tl.int64) * num_tokens
+    count = 0
+    for low in range(0, num_pairs, BLOCK):
+        pair = low + tl.arange(0, BLOCK)
+        chosen = (tl.load(experts_ptr + pair, mask=pair < num_pairs, other=-2) == expert).to(
+            tl.int32
+        )
+        place = count + tl.cumsum(chosen, axis=0) - 1
+        # A token that named an expert twice would run past the list: it is cut, not written next door.
+        tl.store(order_ptr + place, pair, mask=(chosen != 0) & (place < num_tokens))
+        count += tl.sum(chosen, axis=0)
+    tl.store(counts_ptr + line, tl.minimum(count, num_tokens))
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _expert_gemm_kernel(
+    x_ptr,  # [T, K] if GATED, else [T * k, K]
+    experts_ptr,  # [T, CHOICES] int32
+    use_ptr,  # [n, 3] int64
+    order_ptr,  # [n, T] int32, if LISTED
+    counts_ptr,  # [n] int32, if LISTED
+    out_ptr,  # [T * k, N]
+    num_tokens,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    FIRST: tl.constexpr,  # elements from the expert's start to gate, or to down
+    UP: tl.constexpr,  # elements from gate to up
+    WEIGHT: tl.constexpr,  # dtype
+    GATED: tl.constexpr,
+    LISTED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,  # CHOICES, rounded up to a power of 2
+):
+    row_tile, weight_tile, line = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    expert = tl.load(use_ptr + line * 3)
+    column = row_tile * BLOCK_T + tl.arange(0, BLOCK_T)
+    if LISTED:
+        count = tl.load(counts_ptr + line)
+        mine = column < count
+        pair = tl.load(order_ptr + line.to(tl.int64) * num_tokens + column, mask=mine, other=0)
+        left = count - row_tile * BLOCK_T
+    else:
+        choice = tl.arange(0, BLOCK_C)
+        pairs = column[:, None] * CHOICES + choice[None, :]
+        there = (column < num_tokens)[:, None] & (choice < CHOICES)[None, :]
+        chosen = tl.load(experts_ptr + pairs, mask=there, other=-2) == expert
+        pair = tl.sum(tl.where(chosen, pairs, 0), axis=1)
+        mine = tl.sum(chosen.to(tl.int32), axis=1) > 0
+        left = tl.sum(mine.to(tl.int32), axis=0)
+    if left <= 0:
+        return
+
+    n = weight_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = (n if N % BLOCK_N == 0 else tl.minimum(n, N - 1)).to(tl.int64)
+    pair = pair.to(tl.int64)
+    tokens = pair // CHOICES if GATED else pair
+    # multiple_of after the cast, or no load is wider than one element.
+    w_ptr = tl.load(use_ptr + line * 3 + 1).to(tl.pointer_type(WEIGHT))
+    w_ptr = tl.multiple_of(w_ptr, 16) + FIRST
+    copy_to = tl.load(use_ptr + line * 3 + 2)
+    if (copy_to != 0) & (row_tile == 0):
+        copy_ptr = tl.multiple_of(copy_to.to(tl.pointer_type(WEIGHT)), 16) + FIRST
+        first, second = dot_tile(
+            w_ptr, x_ptr, copy_ptr, rows, tokens, mine, 0, K, K, UP, GATED, True,
+            BLOCK_N, BLOCK_K, BLOCK_T,
+        )  # fmt: skip
+    else:
+        first, second = dot_tile(
+            w_ptr, x_ptr, w_ptr, rows, tokens, mine, 0, K, K, UP, GATED, False,
+            BLOCK_N, BLOCK_K, BLOCK_T,
+        )  # fmt: skip
+    y = first / (1.0 + tl.exp(-first)) * second if GATED else first
+    out_at = out_ptr + pair[None, :] * N + n[:, None]
+    tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=mine[None, :] & (n < N)[:, None])
+
+
+@triton.jit
+def _combine_kernel(
+    partial_ptr,  # [T, CHOICES, H]
+    weights_ptr,  # [T, CHOICES] fp32
+    out_ptr,  # [T, H]
+    H: tl.constexpr,
+    CHOICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    partial_at = partial_ptr + token * CHOICES * H + h
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(CHOICES):
+        part = tl.load(partial_at + j * H, mask=h < H, other=0.0).to(tl.float32)
+        total += part * tl.load(weights_ptr + token * CHOICES + j)
+    tl.store(out_ptr + token * H + h, total.to(out_ptr.dtype.element_ty), mask=h < H)
+
+
+def expert_up_triton(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    use: torch.Tensor,
+    layout: ExpertLayout,
+    out: torch.Tensor,
+) -> None:
+    """Launch gate, up and SwiGLU; arguments as `expert_up`."""
+    bytes_per_weight = DTYPES[layout.dtype].itemsize
+    first = layout.gate_offset // bytes_per_weight
+    up = (layout.up_offset - layout.gate_offset) // bytes_per_weight
+    _launch(x, experts, use, layout, out, gated=True, first=first, up=up)
+
+
+def expert_down_triton(
+    h: torch.Tensor,
+    experts: torch.Tensor,
+    use: torch.Tensor,
+    layout: ExpertLayout,
+    out: torch.Tensor,
+) -> None:
+    """Launch down; arguments as `expert_down`."""
+    first = layout.down_offset // DTYPES[layout.dtype].itemsize
+    _launch(h, experts, use, layout, out, gated=False, first=first, up=0)
+
+
+def combine_triton(partial: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Launch the sum over choices; arguments as `combine`."""
+    tokens, choices, hidden = partial.shape
+    out = partial.new_empty(tokens, hidden)
+    grid = (tokens, triton.cdiv(hidden, COMBINE_BLOCK))
+    _combine_kernel[grid](partial, weights, out, hidden, choices, COMBINE_BLOCK, num_warps=4)
+    return out
+
+
+def _launch(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    use: torch.Tensor,
+    layout: ExpertLayout,
+    out: torch.Tensor,
+    *,
+    gated: bool,
+    first: int,
+    up: int,
+) -> None:
+    tokens, choices = experts.shape
+    lines = len(use)
+    if tokens == 0 or lines == 0:
+        return
+    assert x.is_contiguous() and experts.is_contiguous() and use.is_contiguous()
+    assert out.is_contiguous() and use.dtype == torch.int64 and experts.dtype == torch.int32
+    listed = tokens > SOME
+    columns = tokens * choices // lines if listed else tokens
+    config = tile(capability_of(x), DTYPES[layout.dtype], gated, columns)
+    order = counts = use  # not read unless listed
+    if listed:
+        order = experts.new_empty(lines, tokens)
+        counts = experts.new_empty(lines)
+        _order_kernel[(lines,)](
+            experts, use, order, counts, tokens * choices, tokens, ORDER_BLOCK, num_warps=4
+        )
+    n, k = out.shape[-1], x.shape[-1]
+    grid = (triton.cdiv(tokens, config.t) if listed else 1, triton.cdiv(n, config.n), lines)
+    _expert_gemm_kernel[grid](
+        x, experts, use, order, counts, out, tokens,
+        N=n, K=k, CHOICES=choices, FIRST=first, UP=up, WEIGHT=TRITON_DTYPES[layout.dtype],
+        GATED=gated, LISTED=listed, BLOCK_N=config.n, BLOCK_K=config.k, BLOCK_T=config.t,
+        BLOCK_C=triton.next_power_of_2(choices),
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip

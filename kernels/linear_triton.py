@@ -1,0 +1,127 @@
+"""Triton kernels of the dense product: y = x W^T + b.
+
+A matrix of 4096 rows is 64 tiles, too few to keep the memory of a large card busy. So K is cut into segments,
+by the shape of W alone, and
+
+    y = ((s_0 + s_1) + s_2) + ... (+ b),    s_i = the product over segment i, fp32
+
+Up to 32 rows each segment is a program of its own that writes s_i, and a second kernel adds them in this
+order. For more rows one program walks through its segments and adds them in the same order. Both therefore
+give the same bits, and so does any number of rows between 1 and the longest prefill.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .configs import FEW, SOME, capability_of, tile
+from .tile_triton import dot_tile
+
+SEGMENT_STEP = 128  # a multiple of every K step in `configs.py`
+WANTED_PROGRAMS = 256  # about two per multiprocessor of a large card
+MAX_SEGMENTS = 8
+SUM_BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _linear_kernel(
+    x_ptr,  # [T, K]
+    w_ptr,  # [N, K]
+    bias_ptr,  # [N], if BIAS
+    out_ptr,  # [T, N]; [SEGMENTS, T, N] fp32 if SPREAD
+    num_tokens,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SPREAD: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    row_tile, weight_tile, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    token = row_tile * BLOCK_T + tl.arange(0, BLOCK_T)
+    mine = token < num_tokens
+    n = weight_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = (n if N % BLOCK_N == 0 else tl.minimum(n, N - 1)).to(tl.int64)
+    token = token.to(tl.int64)
+
+    begin = segment * SEGMENT
+    y, _ = dot_tile(
+        w_ptr, x_ptr, w_ptr, rows, token, mine, begin, tl.minimum(begin + SEGMENT, K), K, 0,
+        False, False, BLOCK_N, BLOCK_K, BLOCK_T,
+    )  # fmt: skip
+    if SPREAD:
+        out_ptr += segment.to(tl.int64) * num_tokens * N
+    elif SEGMENTS > 1:
+        for later in range(1, SEGMENTS):
+            begin = later * SEGMENT
+            part, _ = dot_tile(
+                w_ptr, x_ptr, w_ptr, rows, token, mine, begin, tl.minimum(begin + SEGMENT, K), K, 0,
+                False, False, BLOCK_N, BLOCK_K, BLOCK_T,
+            )  # fmt: skip
+            y += part
+    if BIAS and not SPREAD:
+        y += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
+    out_at = out_ptr + token[None, :] * N + n[:, None]
+    tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=mine[None, :] & (n < N)[:, None])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _sum_kernel(
+    part_ptr,  # [SEGMENTS, T, N] fp32
+    bias_ptr,  # [N], if BIAS
+    out_ptr,  # [T, N]
+    num_tokens,
+    N: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    part_at = part_ptr + token * N + n
+    y = tl.load(part_at, mask=n < N, other=0.0)
+    for segment in tl.static_range(1, SEGMENTS):
+        y += tl.load(part_at + num_tokens.to(tl.int64) * (segment * N), mask=n < N, other=0.0)
+    if BIAS:
+        y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * N + n, y.to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+def segment_of(n: int, k: int, block_n: int) -> tuple[int, int]:
+    """Length and number of the K segments of an [n, k] matrix; never depends on the rows of x."""
+    wanted = max(1, min(MAX_SEGMENTS, WANTED_PROGRAMS // triton.cdiv(n, block_n)))
+    length = triton.cdiv(triton.cdiv(k, wanted), SEGMENT_STEP) * SEGMENT_STEP
+    return length, triton.cdiv(k, length)
+
+
+def linear_triton(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Launch the product; arguments as `linear`."""
+    x = x.contiguous()
+    assert weight.is_contiguous() and x.dtype == weight.dtype
+    tokens, (n, k) = len(x), weight.shape
+    out = x.new_empty(tokens, n)
+    if tokens == 0:
+        return out
+    capability = capability_of(x)
+    config = tile(capability, x.dtype, False, tokens)
+    segment, segments = segment_of(n, k, tile(capability, x.dtype, False, FEW).n)
+    spread = tokens <= SOME and segments > 1
+    parts = x.new_empty(segments, tokens, n, dtype=torch.float32) if spread else out
+    grid = (triton.cdiv(tokens, config.t), triton.cdiv(n, config.n), segments if spread else 1)
+    _linear_kernel[grid](
+        x, weight, x if bias is None else bias, parts, tokens,
+        N=n, K=k, SEGMENT=segment, SEGMENTS=segments, SPREAD=spread, BIAS=bias is not None,
+        BLOCK_N=config.n, BLOCK_K=config.k, BLOCK_T=config.t,
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+    if spread:
+        _sum_kernel[tokens, triton.cdiv(n, SUM_BLOCK)](
+            parts, x if bias is None else bias, out, tokens,
+            N=n, SEGMENTS=segments, BIAS=bias is not None, BLOCK=SUM_BLOCK, num_warps=4,
+        )  # fmt: skip
+    return out
