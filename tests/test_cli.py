@@ -49,6 +49,7 @@ from spmoe_lite.library import PackInfo  # noqa: E402
 from spmoe_lite.progress import Progress  # noqa: E402
 from tests import fake_engine  # noqa: E402
 from tests.test_repl import FAKE, environment  # noqa: E402
+from tests.tiny import tiny_mistral, tiny_mixtral  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -579,6 +580,128 @@ def test_unknown_packs_are_not_found(typed, capsys):
         assert "nothing" in seen(capsys)[1][-1]
     assert spmoe("run", "mixtral-8x7b", "-p", "hi") == 3
     assert "spmoe-lite convert mixtral-8x7b" in seen(capsys)[1][-1]
+
+
+# For real, on a tiny pair
+
+
+@pytest.fixture(scope="module")
+def tiny_home(tmp_path_factory):
+    """A home with the packs `tiny` (4 layers of 4 experts) and `draft`, made by the commands."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_mixtral(folder / "source", layers=4)
+    tiny_mistral(folder / "draft", layers=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPMOE_HOME", str(folder / "home"))
+        assert spmoe("convert", str(folder / "source"), "--name", "tiny") == 0
+        assert spmoe("convert", str(folder / "draft")) == 0
+    return folder / "home"
+
+
+@pytest.fixture
+def tiny(tiny_home, monkeypatch):
+    monkeypatch.setenv("SPMOE_HOME", str(tiny_home))
+    return tiny_home
+
+
+def test_the_packs_can_be_seen_and_checked(tiny, capsys):
+    assert spmoe("list") == 0
+    names = [line.split()[0] for line in seen(capsys)[0].splitlines()]
+    assert names == ["NAME", "draft", "tiny"]
+    assert spmoe("inspect", "tiny") == 0
+    out, _ = seen(capsys)
+    assert "16 of 131 kB, 4 a layer, 2 a token" in out
+    assert spmoe("inspect", "tiny", "--json") == 0
+    assert json.loads(seen(capsys)[0])["experts"] == 16
+    assert spmoe("verify", "tiny") == 0
+    assert seen(capsys)[0].startswith("tiny: ")
+
+
+def test_run_writes_what_the_library_writes(tiny, typed, capsys):
+    from spmoe_lite import Engine
+
+    with Engine.load("tiny", slots=5) as engine:
+        expected = engine.chat([{"role": "user", "content": "hello"}], max_tokens=12).result
+        raw = engine.generate("hello", max_tokens=12).result
+    args = ["run", "tiny", "-p", "hello", "-n", "12", "--json"]
+    for more in (
+        [],
+        ["--draft", "draft", "--slots", "3"],
+        ["--draft", "draft", "--draft-tokens", "1"],
+    ):
+        assert spmoe(*args, *more) == 0
+        found = json.loads(seen(capsys)[0])
+        assert (found["text"], found["finish_reason"]) == (expected.text, expected.finish_reason)
+        assert found["prompt_tokens"] == expected.prompt_tokens
+    assert spmoe(*args, "--raw") == 0
+    assert json.loads(seen(capsys)[0])["text"] == raw.text != expected.text
+
+
+def test_chat_takes_the_pack_used_last_and_keeps_the_talk(tiny, typed, capsys):
+    typed("hello\nagain\n/show\n/stats\n")
+    assert spmoe("chat", "--draft", "draft", "-n", "8", "--slots", "6") == 0
+    out, err = seen(capsys)
+    assert err[0] == "tiny, drafted by draft"
+    assert err[1].startswith("6 of 16 experts in slots")
+    assert sum("acceptance" in line for line in err) == 2
+    assert re.search(r"^messages +4$", out, re.MULTILINE)
+    assert re.search(r"^drafted +\d+$", out, re.MULTILINE)
+
+
+def test_what_does_not_fit_is_4_before_anything_is_loaded(tiny, typed, capsys):
+    assert spmoe("run", "tiny", "-p", "hello", "--vram", "1MB") == 4
+    assert "raise --vram" in seen(capsys)[1][-1]
+    assert spmoe("run", "tiny", "-p", "hello" * 999) == 4
+    assert "shorten the prompt" in seen(capsys)[1][-1]
+
+
+@pytest.mark.parametrize(
+    "flags, code",
+    [
+        (["--temp", "-1"], 2),
+        (["--draft", "tiny", "--draft-tokens", "99"], 2),
+        (["--device", "tpu"], 2),
+        (["--vram", "lots"], 2),
+        (["--ctx-size", "100000"], 2),
+        (["--template", "nowhere.jinja"], 3),
+        (["--draft", "nowhere"], 3),
+    ],
+)
+def test_bad_values_are_one_line_for_the_real_engine_too(tiny, typed, capsys, flags, code):
+    assert spmoe("run", "tiny", "-p", "hi", "-n", "2", *flags) == code
+    out, err = seen(capsys)
+    assert out == "" and err[-1].startswith("spmoe-lite: ") and "bug" not in err[-1]
+
+
+def test_repack_and_rm(tiny, capsys, tmp_path, monkeypatch):
+    import shutil
+
+    shutil.copytree(tiny / "tiny.spmoe", tmp_path / "home" / "copy.spmoe")
+    monkeypatch.setenv("SPMOE_HOME", str(tmp_path / "home"))
+    assert spmoe("repack", "copy", "--experts", "bf16") == 0
+    assert spmoe("inspect", "copy", "--json") == 0
+    assert json.loads(seen(capsys)[0])["expert_dtype"] == "bf16"
+    assert spmoe("rm", "copy") == 0
+    assert seen(capsys)[1][-1].startswith("deleted copy (")
+    assert not (tmp_path / "home" / "copy.spmoe").exists()
+    assert spmoe("rm", "copy") == 3
+
+
+def test_a_damaged_pack_is_6(tiny, typed, capsys, tmp_path):
+    import shutil
+
+    broken = tmp_path / "broken.spmoe"
+    shutil.copytree(tiny / "tiny.spmoe", broken)
+    layer = broken / "experts" / "layer-001.safetensors"
+    data = bytearray(layer.read_bytes())
+    data[-70000] ^= 1
+    layer.write_bytes(data)
+    assert spmoe("verify", str(broken)) == 6
+    assert "layer-001" in seen(capsys)[1][-1]
+    layer.write_bytes(data[:-1])
+    for command in (["run", str(broken), "-p", "hi"], ["verify", str(broken)]):
+        assert spmoe(*command) == 6
+        assert "layer-001" in seen(capsys)[1][-1]
 
 
 # The terminal
