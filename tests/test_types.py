@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import spmoe_lite
+
 ROOT = Path(__file__).resolve().parent.parent
 
 pytest.importorskip("mypy")
@@ -22,7 +24,8 @@ def built(tmp_path_factory):
     import shutil
 
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
-    for name in ("pyproject.toml", "README.md", "LICENSE", "spmoe_lite", "kernels", "converters"):
+    names = ["pyproject.toml", "README.md", "LICENSE", "spmoe_lite.py"]
+    for name in [*names, "spmoe_lite", "kernels", "converters"]:
         if (ROOT / name).is_dir():
             shutil.copytree(
                 ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
@@ -59,6 +62,7 @@ def test_an_install_holds_what_the_package_needs_and_no_more(built):
         expected = {f"{folder}/{path.name}" for path in (ROOT / folder).glob("*.py")}
         assert expected <= installed, "a new folder is named in pyproject.toml"
     assert (built / "spmoe_lite" / "py.typed").exists()
+    assert (built / f"spmoe_lite-{spmoe_lite.__version__}.dist-info").is_dir()
 
 
 def test_the_package_passes_mypy(built):
