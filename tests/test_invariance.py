@@ -95,7 +95,7 @@ def test_kind_i_o23_prefill_spares_what_decoding_gathered(packs):
         assert len(used) > len(before)  # it had to page
         for layer in range(3):
             mine = [key for key in before if key[0] == layer]
-            hot = sorted(mine, key=lambda key: -age[key])[:3]
+            hot = sorted(mine, key=lambda key: (age[key], key))[-3:]
             assert set(hot) <= table.residents()
 
 

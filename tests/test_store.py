@@ -1,0 +1,236 @@
+"""The meeting of two threads: a store with a fake stream, slowed copies, failures and poisoned slots."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from spmoe_lite.errors import Cancelled
+from spmoe_lite.slots import SlotTable
+from spmoe_lite.stats import Counters
+from spmoe_lite.store import ExpertStore
+
+STRIDE = 64
+
+
+class FakePack:
+    """Every byte of expert e in layer l is 16 l + e; reads can be slow or fail."""
+
+    class expert_layout:  # noqa: N801
+        stride = STRIDE
+
+    def __init__(self):
+        self.delay = 0.0
+        self.failing = set()
+        self.reads = []
+
+    def read_expert(self, layer, expert, out, offset=0):
+        time.sleep(self.delay)
+        if (layer, expert) in self.failing:
+            raise OSError(f"layer {layer} expert {expert}")
+        self.reads.append((layer, expert))
+        out[:] = 16 * layer + expert
+
+
+class FakeStreamSlab:
+    """A slab whose copies and readers are ordered by hand, as two GPU streams would be.
+
+    A copy lands only when the compute side waits for it; a copy into a slot whose last reader has not
+    been ordered before it is a race, and so is a read of a slot whose copy was not waited for.
+    """
+
+    def __init__(self, num_slots):
+        self.bytes = np.full((num_slots, STRIDE), 255, np.uint8)  # poison
+        self.in_flight = {}
+        self.unread = set()  # slots lent to a kernel that has not been marked as read
+
+    def address(self, slot):
+        return slot * STRIDE
+
+    def fill(self, slot, read):
+        assert slot not in self.unread, "overwritten while a kernel still reads it"
+        out = np.empty(STRIDE, np.uint8)
+        self.bytes[slot] = 255
+        read(out, 0)
+        self.in_flight[slot] = out
+
+    def arrived(self, slot):
+        return slot not in self.in_flight
+
+    def wait_filled(self, slots):
+        for slot in slots:
+            if slot in self.in_flight:
+                self.bytes[slot] = self.in_flight.pop(slot)
+            self.unread.add(slot)
+
+    def mark_read(self, slots):
+        self.unread.difference_update(slots)
+
+
+def make(num_slots, layers=3, experts=8, k=2, policy="layer-lru"):
+    pack, slab = FakePack(), FakeStreamSlab(num_slots)
+    table = SlotTable(num_slots, layers, experts, k, policy)
+    return ExpertStore(pack, slab, table, Counters(), torch.device("cpu")), pack, slab
+
+
+def run_pass(store, slab, ids, layer_delay=0.0):
+    """One pass: each layer's experts are served, and what the kernel would read is what was asked for."""
+    store.begin_pass(len(ids[0]))
+    for layer, rows in enumerate(ids):
+        seen = []
+        for use in store.serve(layer, torch.tensor(rows, dtype=torch.int32)):
+            for expert, address, write in use.tolist():
+                assert write == 0
+                assert (slab.bytes[address // STRIDE] == 16 * layer + expert).all()
+                seen.append(expert)
+            time.sleep(layer_delay)
+        assert sorted(seen) == sorted({e for row in rows for e in row})
+
+
+def random_ids(rng, layers=3, experts=8, k=2, rows=3):
+    return [[rng.permutation(experts)[:k].tolist() for _ in range(rows)] for _ in range(layers)]
+
+
+@pytest.mark.parametrize("num_slots", [2, 3, 5, 6, 9, 24])
+@pytest.mark.parametrize("policy", ["layer-lru", "global-lru"])
+def test_kind_h_o22_slots_are_never_reused_under_a_reader(num_slots, policy):
+    """A prefetch worker at full speed beside a slow reader, slots at the minimum and above."""
+    store, pack, slab = make(num_slots, policy=policy)
+    rng, stop = np.random.default_rng(num_slots), threading.Event()
+    errors = []
+
+    def worker():
+        guess = np.random.default_rng(1)
+        while not stop.is_set():
+            try:
+                layer, expert = int(guess.integers(3)), int(guess.integers(8))
+                store.expect(layer, [expert])
+                store.prefetch(layer, expert)
+                time.sleep(0.0002)  # let the other thread have the interpreter
+            except Exception as error:
+                errors.append(error)
+                return
+
+    thread = threading.Thread(target=worker)
+    thread.start()
+    try:
+        for step in range(20):
+            pack.delay = 0.0005 if step % 2 else 0.0
+            run_pass(store, slab, random_ids(rng), layer_delay=0.0003)
+            store.end_pass(2)
+    finally:
+        stop.set()
+        thread.join()
+    assert not errors
+    assert store.counters.prefetches > 0
+    assert store.counters.loads > 0 or num_slots == 24
+
+
+def test_resident_experts_are_served_first_and_each_is_copied_once():
+    store, pack, slab = make(12)
+    run_pass(store, slab, [[[0, 1]], [[0, 1]], [[0, 1]]])
+    store.begin_pass(3)
+    groups = [
+        [row[0] for row in use.tolist()]
+        for use in store.serve(0, torch.tensor([[0, 5], [1, 6], [5, 0]]))
+    ]
+    assert groups[0] == [0, 1]
+    assert sorted(sum(groups[1:], [])) == [5, 6]
+    assert pack.reads.count((0, 5)) == pack.reads.count((0, 6)) == 1
+
+
+def test_an_expert_on_its_way_is_waited_for_not_copied_again():
+    store, pack, slab = make(9)
+    pack.delay = 0.2
+    thread = threading.Thread(target=store.prefetch, args=(1, 4))
+    thread.start()
+    time.sleep(0.05)
+    run_pass(store, slab, [[[0, 1]], [[4, 0]], [[0, 1]]])
+    thread.join()
+    assert pack.reads.count((1, 4)) == 1
+    assert store.counters.prefetch_late + store.counters.prefetch_useful == 1
+
+
+def test_a_prefetch_that_fails_is_made_good_by_demand():
+    store, pack, slab = make(9)
+    pack.failing.add((1, 4))
+    pack.delay = 0.2
+    error = []
+
+    def prefetch():
+        try:
+            store.prefetch(1, 4)
+        except OSError as e:
+            error.append(e)
+            pack.failing.clear()
+
+    thread = threading.Thread(target=prefetch)
+    thread.start()
+    time.sleep(0.05)
+    store.begin_pass(1)
+    served = store.serve(1, torch.tensor([[4, 0]]))
+    experts = [row[0] for use in served for row in use.tolist()]
+    thread.join()
+    assert error
+    assert sorted(experts) == [0, 4]
+
+
+def test_a_failed_copy_leaves_no_slot_behind():
+    store, pack, slab = make(3)
+    pack.failing.add((0, 5))
+    store.begin_pass(1)
+    with pytest.raises(OSError, match="expert 5"):
+        list(store.serve(0, torch.tensor([[0, 5]])))
+    pack.failing.clear()
+    for _ in range(3):
+        run_pass(store, slab, [[[0, 5]], [[1, 2]], [[3, 4]]])
+    assert len(store.table.residents()) == 3
+
+
+def test_an_aborted_pass_holds_nothing():
+    store, pack, slab = make(2, k=2)
+    store.begin_pass(1)
+    served = store.serve(0, torch.tensor([[0, 1]]))
+    next(served)
+    slab.unread.clear()  # the kernel of the aborted pass has ended
+    run_pass(store, slab, [[[2, 3]], [[4, 5]], [[6, 7]]])
+
+
+def test_cancel_takes_effect_between_two_copies():
+    store, pack, slab = make(9)
+    store.cancel = threading.Event()
+    pack.delay = 0.05
+    threading.Timer(0.12, store.cancel.set).start()
+    store.begin_pass(4)
+    started = time.perf_counter()
+    with pytest.raises(Cancelled):
+        for _ in store.serve(0, torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7]])):
+            pass
+    assert time.perf_counter() - started < 0.35
+    assert len(pack.reads) < 8
+
+
+def test_kind_i_o24_a_prefetch_never_evicts_what_the_layer_or_the_step_needs():
+    store, pack, slab = make(6)  # two slots a layer
+    run_pass(store, slab, [[[0, 1]], [[0, 1]], [[0, 1]]])
+    store.end_pass(1)
+    store.expect(1, [0, 1])
+    store.prefetch(1, 5)
+    assert store.table.slot((1, 5)) is None
+    assert store.counters.prefetch_dropped == 1
+    store.begin_pass(1)
+    served = store.serve(2, torch.tensor([[0, 1]]))
+    next(served)
+    store.prefetch(2, 6)  # the layer at hand: late, and its slots are in use
+    assert store.table.slot((2, 6)) is None
+
+
+def test_a_useless_prefetch_is_counted_when_it_leaves():
+    store, pack, slab = make(6)
+    store.prefetch(0, 7)
+    assert store.counters.prefetches == 1
+    run_pass(store, slab, [[[0, 1]], [[0, 1]], [[0, 1]]])
+    assert store.counters.prefetch_wasted == 1
+    assert store.counters.bytes_moved == 7 * STRIDE
