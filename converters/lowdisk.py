@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from spmoe_lite.config import DTYPE_BYTES
-from spmoe_lite.converters.recipe import Recipe, check_shape, read_as
+from spmoe_lite.converters.recipe import Recipe, check_tensor, read_as
 from spmoe_lite.converters.source import Checkpoint, Piece, Source, SourceTensor, TensorFiles
 from spmoe_lite.errors import DamagedError, UnsupportedError
 from spmoe_lite.manifest import SAFETENSORS_DTYPES, layer_file, naming, read_header, write_header
@@ -140,7 +140,7 @@ class Shards:
             self.repo.fetch(shard, self.on_progress, self.cancel)
             self.source.load_headers([shard])
             self._arrived.add(shard)
-        check_shape(self.source, piece)
+        check_tensor(self.source, piece)
 
     def _same_dtype(self, piece: Piece, natural: str, flag: str) -> None:
         found = self.source.tensors[piece.name].dtype

@@ -37,7 +37,9 @@ class Recipe:
 def match(config: ModelConfig, source: Source) -> Recipe:
     """Find every tensor of the model; raises `DamagedError` or `UnsupportedError` naming the first fault."""
     family = FAMILIES[config.family]
-    _refuse_quantised(source)
+    for name, tensor in source.tensors.items():
+        if not llama.DERIVED.fullmatch(name):
+            _refuse_integers(source.label, name, tensor)
     chosen = _Chooser(source)
     wanted = {
         name: [Piece(spelling, shape) for spelling in family.dense_names(name)]
@@ -86,13 +88,14 @@ class _Chooser:
                 f"{self.source.label}: {what} is there twice, as {found[0].name} and {found[1].name}"
             )
         self.used.add(found[0].name)
-        check_shape(self.source, found[0])
+        check_tensor(self.source, found[0])
         return found[0]
 
 
-def check_shape(source: Source, piece: Piece) -> None:
-    """The whole tensor must have the shape that config.json implies (once its header is known)."""
+def check_tensor(source: Source | TensorFiles, piece: Piece) -> None:
+    """The tensor is made of floats, and of the shape that config.json implies, once its header is here."""
     tensor = source.tensors[piece.name]
+    _refuse_integers(source.label, piece.name, tensor)
     if tensor.known and tensor.shape != piece.shape:
         raise DamagedError(
             f"{source.label}: {piece.name} is {list(tensor.shape)}, config.json makes it "
@@ -100,16 +103,15 @@ def check_shape(source: Source, piece: Piece) -> None:
         )
 
 
-def _refuse_quantised(source: Source) -> None:
-    for name, tensor in source.tensors.items():
-        if tensor.is_float or llama.DERIVED.fullmatch(name):
-            continue
-        if tensor.dtype == "F64":
-            raise UnsupportedError(f"{source.label}: {name} is F64; save it as fp32, bf16 or fp16")
-        raise UnsupportedError(
-            f"{source.label}: {name} is {tensor.dtype}: the checkpoint is already quantised; "
-            f"fetch the full-precision version (bf16, fp16 or fp32), or a GGUF file"
-        )
+def _refuse_integers(label: str, name: str, tensor: SourceTensor) -> None:
+    if tensor.is_float:
+        return
+    if tensor.dtype == "F64":
+        raise UnsupportedError(f"{label}: {name} is F64; save it as fp32, bf16 or fp16")
+    raise UnsupportedError(
+        f"{label}: {name} is {tensor.dtype}: the checkpoint is already quantised; fetch the "
+        f"full-precision version (bf16, fp16 or fp32), or a GGUF file"
+    )
 
 
 def _refuse_unknown(config: ModelConfig, source: Source, used: set[str]) -> None:
@@ -153,13 +155,13 @@ def _joined(dtypes: set[str]) -> str:
 
 
 def read_as(
-    source: Source, piece: Piece, dtype: str, out: torch.Tensor | None = None
+    source: Source | TensorFiles, piece: Piece, dtype: str, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Read one piece as `dtype`, into `out` if given; memory beyond the result is one block.
 
     Raises `DamagedError` for non-finite weights, `UnsupportedError` for values beyond the dtype.
     """
-    check_shape(source, piece)
+    check_tensor(source, piece)
     tensor = source.tensors[piece.name]
     shape = piece.shape if piece.index is None else piece.shape[1:]
     rows = piece.rows or range(shape[0])
@@ -189,7 +191,7 @@ def _blocks(
 
 
 def _check_finite(
-    source: Source, piece: Piece, values: torch.Tensor, dtype: str | None = None
+    source: Source | TensorFiles, piece: Piece, values: torch.Tensor, dtype: str | None = None
 ) -> None:
     """aminmax propagates NaN, so two numbers tell all; after casting them, overflow as well."""
     ends = torch.stack(torch.aminmax(values))

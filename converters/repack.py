@@ -47,6 +47,7 @@ from spmoe_lite.converters.source import Checkpoint, Piece, Source, SourceTensor
 from spmoe_lite.errors import Cancelled, DamagedError, SpmoeError, UnsupportedError, UsageError
 from spmoe_lite.manifest import (
     DENSE,
+    JOURNAL,
     MANIFEST,
     PARTIAL,
     SUFFIX,
@@ -395,6 +396,8 @@ def _is_there(path: Path, identity: dict[str, Any], asked: _Asked) -> bool:
             f"--name for a second pack"
         )
     Pack.open(path).close()
+    with contextlib.suppress(OSError):  # of a run killed after the last rename
+        (path / JOURNAL).unlink(missing_ok=True)
     return True
 
 
