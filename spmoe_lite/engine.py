@@ -80,6 +80,7 @@ class Engine:
         self.eos_ids: frozenset[int]
         self.notices: list[str] = []  # what the user should know about this pair, one line each
         self.profile_path: Path | None = None
+        self.target_pack = target
         self._packs = [pack for pack in (target, draft) if pack is not None]
         self._prefetcher: Prefetcher | None = None
         self._free = threading.Condition()

@@ -1,0 +1,494 @@
+"""The library as an application uses it: stream, cancel, several threads, asyncio, close."""
+
+import asyncio
+import gc
+import io
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+
+from spmoe_lite import Engine, SamplingParams
+from spmoe_lite.converters import convert
+from spmoe_lite.errors import (
+    BusyError,
+    Cancelled,
+    CapacityError,
+    DamagedError,
+    NotFoundError,
+    UnsupportedError,
+    UsageError,
+)
+from tests import tiny
+
+PROMPT = [1, 17, 300, 42, 42, 5, 99, 250, 3, 8, 120]
+MESSAGES = [{"role": "user", "content": "hello there"}]
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packs")
+    hf = tiny.tiny_mixtral(folder / "t", layers=3, experts=8, scale_head=4.0)
+    target = convert(hf, out=folder / "target.spmoe").path
+    return target, tiny.tiny_pack(folder / "d", kind="mistral", layers=3)
+
+
+@pytest.fixture
+def engine(packs):
+    with Engine.load(*packs, device="cpu", slots=6) as engine:
+        yield engine
+
+
+def slow_down(engine, seconds):
+    """Every target pass takes longer, and says when it has begun."""
+    begun, forward = threading.Event(), engine.decoder.target.forward
+
+    def slow(*args, **kwargs):
+        begun.set()
+        time.sleep(seconds)
+        return forward(*args, **kwargs)
+
+    engine.decoder.target.forward = slow
+    return begun
+
+
+def test_pieces_add_up_to_the_result(engine):
+    answer = engine.generate("a story", max_tokens=24)
+    pieces = list(answer)
+    assert len(pieces) > 3
+    assert "".join(pieces) == answer.result.text
+    assert answer.result.completion_tokens == len(answer.result.token_ids) == 24
+    assert answer.result.finish_reason == "length"
+    assert list(answer) == []  # exhausted, and says so again
+
+
+def test_result_runs_what_was_not_read(engine):
+    whole = engine.generate(PROMPT, max_tokens=20).result
+    answer = engine.generate(PROMPT, max_tokens=20)
+    next(answer)
+    assert answer.result.text == whole.text
+
+
+def test_chat_renders_the_template_and_reuses_the_prefix(engine):
+    first = engine.chat(MESSAGES, max_tokens=10).result
+    assert first.prompt_tokens == len(engine.template.encode(MESSAGES))
+    again = [
+        *MESSAGES,
+        {"role": "assistant", "content": first.text},
+        {"role": "user", "content": "?"},
+    ]
+    assert engine.chat(again, max_tokens=5).result.completion_tokens == 5
+
+
+def test_stop_strings_end_the_text_before_them(engine):
+    whole = engine.generate(PROMPT, max_tokens=40).result.text
+    stop = next(
+        whole[i : i + 2] for i in range(10, len(whole)) if whole.index(whole[i : i + 2]) == i
+    )
+    got = engine.generate(PROMPT, max_tokens=40, stop=[stop])
+    pieces = list(got)
+    assert "".join(pieces) == got.result.text == whole[: whole.index(stop)]
+    assert got.result.finish_reason == "stop"
+
+
+# --- one caller at a time, kind L -----------------------------------------------------------------
+
+
+def test_kind_l_o37_two_threads_are_queued_and_each_gets_its_own_text(engine):
+    prompts = [PROMPT, PROMPT[::-1], [1, 5, 6], [1, 90, 91, 92]]
+    alone = [engine.generate(p, max_tokens=15).result.token_ids for p in prompts]
+    got = [None] * len(prompts)
+
+    def ask(i):
+        got[i] = engine.generate(prompts[i], max_tokens=15).result.token_ids
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == alone
+
+
+def test_kind_l_o37_who_does_not_want_to_wait_is_told(engine):
+    first = engine.generate(PROMPT, max_tokens=10)
+    next(first)
+    answers = []
+
+    def ask():
+        try:
+            engine.generate(PROMPT, max_tokens=5, wait=False).result
+        except BusyError as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert len(answers) == 1
+    assert first.result.completion_tokens == 10  # the first caller noticed nothing
+    assert engine.generate(PROMPT, max_tokens=5, wait=False).result.completion_tokens == 5
+
+
+def test_the_thread_that_holds_the_engine_is_not_left_waiting_for_itself(engine):
+    first = engine.generate(PROMPT, max_tokens=10)
+    next(first)
+    with pytest.raises(BusyError, match="this thread"):
+        next(engine.generate(PROMPT, max_tokens=5))
+    first.close()
+    assert engine.generate(PROMPT, max_tokens=5).result.completion_tokens == 5
+
+
+def test_a_loop_left_early_frees_the_engine(engine):
+    for _ in engine.generate(PROMPT, max_tokens=30):
+        break
+    assert engine.generate(PROMPT, max_tokens=5, wait=False).result.completion_tokens == 5
+
+
+def test_kind_l_o37_asyncio_callers_share_the_engine(engine):
+    alone = engine.generate(PROMPT, max_tokens=12).result.text
+
+    async def ask():
+        return "".join([piece async for piece in engine.generate(PROMPT, max_tokens=12)])
+
+    async def both():
+        return await asyncio.gather(ask(), ask(), ask())
+
+    assert asyncio.run(both()) == [alone] * 3
+
+
+def test_kind_l_o36_a_cancelled_task_frees_the_engine(engine):
+    slow_down(engine, 0.05)
+
+    async def main():
+        async def read():
+            async for _ in engine.generate(PROMPT, max_tokens=200):
+                pass
+
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    started = time.perf_counter()
+    assert engine.generate(PROMPT, max_tokens=1).result.completion_tokens == 1
+    assert time.perf_counter() - started < 2
+
+
+# --- cancel ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["event", "method", "close"])
+def test_kind_l_o36_cancel_from_another_thread_takes_effect_within_a_pass(engine, how):
+    begun = slow_down(engine, 0.2)
+    event = threading.Event()
+    answer = engine.generate(PROMPT, max_tokens=300, cancel=event)
+    asked = []
+
+    def stop():
+        begun.wait()
+        asked.append(time.perf_counter())
+        {"event": event.set, "method": answer.cancel, "close": answer.close}[how]()
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    pieces = list(answer)
+    assert time.perf_counter() - asked[0] < 0.6
+    thread.join()
+    assert answer.result.finish_reason == "cancelled"
+    assert len(pieces) <= 2
+    assert engine.generate(PROMPT, max_tokens=3).result.completion_tokens == 3
+
+
+def test_kind_l_o36_cancel_in_prefill_takes_effect_within_a_chunk(engine, monkeypatch):
+    from spmoe_lite import decoder
+
+    monkeypatch.setattr(decoder, "PREFILL_CHUNK", 16)
+    stop, seen = threading.Event(), []
+
+    def progress(p):
+        seen.append(p.done)
+        if len(seen) == 2:
+            stop.set()
+
+    prompt = [1] + [5 + i % 200 for i in range(200)]
+    answer = engine.generate(prompt, max_tokens=5, cancel=stop, on_progress=progress)
+    assert list(answer) == []
+    assert seen == [16, 32]
+    assert answer.result.finish_reason == "cancelled"
+    assert answer.result.completion_tokens == 0
+    whole = engine.generate(prompt, max_tokens=5).result  # goes on where it stopped
+    with Engine.load(engine.target_pack.path, device="cpu") as fresh:
+        assert fresh.generate(prompt, max_tokens=5).result.token_ids == whole.token_ids
+
+
+def test_an_event_set_beforehand_computes_nothing(engine):
+    stop = threading.Event()
+    stop.set()
+    before = engine.counters.copy()
+    answer = engine.generate(PROMPT, max_tokens=5, cancel=stop)
+    assert list(answer) == []
+    assert answer.result.finish_reason == "cancelled"
+    assert engine.counters == before
+
+
+def test_kind_l_o36_an_error_in_the_engine_reaches_the_reader_and_the_engine_goes_on(engine):
+    expected = engine.generate(PROMPT, max_tokens=8).result.token_ids
+    forward = engine.decoder.target.forward
+    calls = []
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("kernel stub")
+        return forward(*args, **kwargs)
+
+    engine.decoder.target.forward = failing
+    answer = engine.generate(PROMPT, max_tokens=8)
+    with pytest.raises(RuntimeError, match="kernel stub"):
+        list(answer)
+    assert answer.result.finish_reason == "error"
+    assert engine.generate(PROMPT, max_tokens=8).result.token_ids == expected
+
+
+def test_kind_l_o36_an_error_in_the_worker_reaches_the_reader(packs):
+    with Engine.load(*packs, device="cpu", slots=6, cutoff=3) as engine:
+
+        def broken(layer, expert):
+            raise OSError("the disk is gone")
+
+        engine.decoder.store.prefetch = broken
+        with pytest.raises(OSError, match="disk is gone"):
+            engine.generate(PROMPT, max_tokens=50).result
+        del engine.decoder.store.prefetch
+        assert engine.generate(PROMPT, max_tokens=5).result.completion_tokens == 5
+
+
+def test_load_reports_and_can_be_cancelled(packs):
+    seen = []
+    Engine.load(*packs, device="cpu", on_progress=seen.append).close()
+    assert seen[-1].stage == "load"
+    assert seen[-1].unit == "bytes"
+    assert [p.done for p in seen[-2:]] == sorted(p.done for p in seen[-2:])
+    stop, threads = threading.Event(), threading.active_count()
+    with pytest.raises(Cancelled):
+        Engine.load(*packs, device="cpu", cancel=stop, on_progress=lambda p: stop.set())
+    assert threading.active_count() == threads
+
+
+# --- close -----------------------------------------------------------------------------------------
+
+
+def test_close_ends_a_running_answer_and_is_idempotent(packs):
+    engine = Engine.load(*packs, device="cpu", slots=6)
+    begun = slow_down(engine, 0.1)
+    answer, pieces = engine.generate(PROMPT, max_tokens=300), []
+    thread = threading.Thread(target=lambda: pieces.extend(answer))
+    thread.start()
+    begun.wait()
+    engine.close()
+    engine.close()
+    thread.join(2)
+    assert not thread.is_alive()
+    assert answer.result.finish_reason == "cancelled"
+    for use in (lambda: engine.generate(PROMPT), lambda: engine.chat(MESSAGES), engine.stats):
+        with pytest.raises(BusyError, match="closed"):
+            use()
+
+
+def test_close_after_an_answer_nobody_finished(packs):
+    engine = Engine.load(*packs, device="cpu", slots=6)
+    answer = engine.generate(PROMPT, max_tokens=30)
+    next(answer)
+    engine.close()
+    assert answer.result.finish_reason == "cancelled"
+
+
+def test_kind_l_o36_twenty_rounds_leave_nothing_behind(tmp_path):
+    """Threads 0, files and mappings gone, resident memory steady, the folder can be deleted."""
+    hf = tiny.tiny_mixtral(tmp_path / "hf", hidden=256, intermediate=512, layers=4, experts=8)
+    target = convert(hf, out=tmp_path / "t.spmoe").path
+    draft = tiny.tiny_pack(tmp_path / "d", kind="mistral", layers=4, hidden=256)
+    process, threads = psutil.Process(), threading.active_count()
+    sizes = []
+    for _ in range(20):
+        with Engine.load(target, draft, device="cpu", slots=16) as engine:
+            engine.generate(PROMPT, max_tokens=6).result
+            assert threading.active_count() > threads
+        gc.collect()
+        sizes.append(process.memory_info().rss)
+        assert threading.active_count() == threads
+        assert not any(str(tmp_path) in file.path for file in process.open_files())
+    assert max(sizes) - sizes[1] < 32 << 20
+    if sys.platform == "linux":
+        with open("/proc/self/maps", encoding="utf-8") as maps:
+            assert str(tmp_path) not in maps.read()
+
+
+# --- what a host must not notice -------------------------------------------------------------------
+
+
+def test_the_library_leaves_its_host_alone(packs, capfd):
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    with Engine.load(*packs, device="cpu", slots=6) as engine:
+        for _ in engine.generate(PROMPT, max_tokens=10):
+            assert torch.is_grad_enabled()
+            assert not torch.is_inference_mode_enabled()
+    assert dict(os.environ) == environment
+    assert (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype()) == (
+        threads,
+        grad,
+        dtype,
+    )
+    assert capfd.readouterr() == ("", "")
+    handlers = logging.getLogger("spmoe_lite").handlers
+    assert all(
+        isinstance(h, logging.NullHandler) for h in handlers if type(h).__module__ == "logging"
+    )
+
+
+def test_it_works_with_no_standard_streams(packs, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    with Engine.load(*packs, device="cpu", slots=6) as engine:
+        assert engine.generate(PROMPT, max_tokens=5).result.completion_tokens == 5
+
+
+def test_kind_l_o37_import_touches_no_device_and_survives_a_fork():
+    code = (
+        "import os, spmoe_lite.engine, torch\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "pid = os.fork()\n"
+        "if pid == 0: os._exit(0 if not torch.cuda.is_initialized() else 1)\n"
+        "assert os.waitpid(pid, 0)[1] == 0\n"
+    )
+    if not hasattr(os, "fork"):
+        pytest.skip("no fork here")
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=60)
+
+
+# --- bad input -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [
+        ({"device": "tpu"}, UsageError, "--device tpu"),
+        ({"device": "cpu", "policy": "mru"}, UsageError, "--policy mru"),
+        ({"device": "cpu", "draft_tokens": 99}, UsageError, "--draft-tokens 99"),
+        ({"device": "cpu", "ctx_size": 100000}, UsageError, "--ctx-size 100000"),
+        ({"device": "cpu", "vram": "much"}, UsageError, "--vram much"),
+        ({"device": "cpu", "vram": 1000}, CapacityError, "raise --vram"),
+        ({"device": "cpu", "slots": 1}, CapacityError, "at least 2"),
+    ],
+)
+def test_load_refuses_in_one_line(packs, options, error, words):
+    with pytest.raises(error, match=words) as info:
+        Engine.load(packs[0], **options)
+    assert "\n" not in str(info.value)
+
+
+def test_load_names_what_is_missing(packs, tmp_path):
+    with pytest.raises(NotFoundError, match="nowhere"):
+        Engine.load("nowhere")
+    with pytest.raises(NotFoundError, match="nodraft"):
+        Engine.load(packs[0], "nodraft")
+
+
+def test_kind_j_o28_a_short_pack_is_refused_at_load(tmp_path):
+    pack = tiny.tiny_pack(tmp_path)
+    file = pack / "experts" / "layer-001.safetensors"
+    with open(file, "r+b") as f:
+        f.truncate(file.stat().st_size - 1)
+    with pytest.raises(DamagedError, match="layer-001"):
+        Engine.load(pack, device="cpu")
+
+
+def test_kind_d_o15_a_draft_of_another_vocabulary_is_refused(packs, tmp_path):
+    other = tiny.tiny_pack(tmp_path, kind="mistral", tokenizer="byte-fallback")
+    with pytest.raises(UnsupportedError, match=r"id \d+|differ"):
+        Engine.load(packs[0], other, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "prompt, error", [([], UsageError), ([1, 5000], UsageError), ([1] * 600, CapacityError)]
+)
+def test_prompts_that_cannot_be_answered(engine, prompt, error):
+    with pytest.raises(error) as info:
+        engine.generate(prompt)
+    assert "\n" not in str(info.value)
+    assert engine.generate(PROMPT, max_tokens=2).result.completion_tokens == 2
+
+
+def test_a_model_without_a_template_is_refused_by_chat_only(tmp_path):
+    hf = tiny.tiny_mixtral(tmp_path / "hf")
+    config = hf / "tokenizer_config.json"
+    import json
+
+    values = json.loads(config.read_text(encoding="utf-8"))
+    values.pop("chat_template", None)
+    config.write_text(json.dumps(values), encoding="utf-8")
+    (hf / "chat_template.jinja").unlink(missing_ok=True)
+    with Engine.load(convert(hf, out=tmp_path / "p.spmoe").path, device="cpu") as engine:
+        with pytest.raises(UnsupportedError, match="no chat template"):
+            engine.chat(MESSAGES)
+        assert engine.generate("hello", max_tokens=3).result.completion_tokens == 3
+
+
+def test_default_sampling_comes_from_the_checkpoint(tmp_path):
+    hf = tiny.tiny_mixtral(tmp_path / "hf")
+    (hf / "generation_config.json").write_text(
+        '{"do_sample": true, "temperature": 0.5, "top_p": 0.9, "eos_token_id": 2}', encoding="utf-8"
+    )
+    with Engine.load(convert(hf, out=tmp_path / "p.spmoe").path, device="cpu") as engine:
+        assert engine.default_sampling == SamplingParams(temperature=0.5, top_p=0.9, top_k=50)  # Hugging Face's default k
+
+
+def test_kind_i_o26_the_plan_counts_the_draft_and_is_what_is_used(packs):
+    with Engine.load(*packs, device="cpu", slots=6) as engine:
+        plan, decoder = engine.plan, engine.decoder
+        assert plan.draft_bytes > 0
+        kv = decoder.session.target_kv.nbytes + decoder.session.draft_kv.nbytes
+        assert plan.kv_bytes == kv
+        slab = decoder.store._slab.slots.nbytes
+        assert slab == plan.slots * plan.slot_bytes
+        smaller = plan.total_bytes - plan.slot_bytes
+    with pytest.raises(CapacityError, match="lower --slots to 5"):
+        Engine.load(*packs, device="cpu", slots=6, vram=smaller)
+    with Engine.load(*packs, device="cpu", vram=smaller) as engine:
+        assert engine.plan.slots == 5
+
+
+def test_profile_is_measured_kept_and_used(packs):
+    from spmoe_lite.cutoff import load_profile
+    from spmoe_lite.profile import profile
+
+    with Engine.load(*packs, device="cpu", slots=6) as engine:
+        measured = profile(engine)
+        assert min(measured.to_dict().values()) > 0
+        assert load_profile(engine.profile_path) == measured
+        first = engine.generate([0, 5, 6], max_tokens=8).result.token_ids
+    with Engine.load(*packs, device="cpu", slots=6) as engine:
+        assert engine.decoder.drift.profile == measured
+        assert engine.generate([0, 5, 6], max_tokens=8).result.token_ids == first
+    with Engine.load(packs[0], device="cpu") as engine, pytest.raises(UsageError, match="draft"):
+        profile(engine)
+
+
+def test_redirected_output_is_not_needed(packs):
+    sys_stdout, sys.stdout = sys.stdout, io.StringIO()
+    try:
+        with Engine.load(*packs, device="cpu") as engine:
+            engine.generate(PROMPT, max_tokens=3).result
+        assert sys.stdout.getvalue() == ""
+    finally:
+        sys.stdout = sys_stdout
