@@ -350,13 +350,37 @@ def test_a_dropped_connection_resumes(hub: StubHub, monkeypatch: pytest.MonkeyPa
     assert len(ranges) == 1 and int(ranges[0][6:-1]) >= size // 3  # what came was kept
 
 
-def test_a_reset_connection_is_started_again(hub: StubHub, capfd: pytest.CaptureFixture) -> None:
+def test_a_reset_connection_is_started_again(hub: StubHub) -> None:
     repo = get()
     hub.drop("/cdn/", after=20_000, reset=True)
     assert repo.fetch(SHARDS[0]).read_bytes() == model()[SHARDS[0]]
     assert hub.requests("/cdn/", "GET") == 2
-    out, err = capfd.readouterr()
-    assert out == err == ""  # the library prints nothing, and neither does the hub's
+
+
+def test_the_hub_library_prints_nothing_of_our_transfers(
+    hub: StubHub, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its handler writes to stderr; what it says goes to our log, without signatures."""
+
+    class Stderr(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            printed.append(record.getMessage())
+
+    printed: list[str] = []
+    handler = Stderr()
+    theirs = logging.getLogger("huggingface_hub")
+    theirs.addHandler(handler)
+    try:
+        hub.drop("/cdn/", after=20_000)
+        with caplog.at_level(logging.DEBUG, "spmoe_lite"):
+            get().fetch(SHARDS[0])
+        assert printed == [] and not handler.filters
+        ours = [r.getMessage() for r in caplog.records if r.name == "spmoe_lite"]
+        assert any("resume" in text for text in ours) and not any("Signature" in t for t in ours)
+        theirs.warning("of someone else")
+        assert printed == ["of someone else"]
+    finally:
+        theirs.removeHandler(handler)
 
 
 def test_an_interrupted_download_does_not_pass_for_complete_offline(hub: StubHub) -> None:
@@ -543,6 +567,21 @@ def test_a_token_is_never_shown(
         chain = [error.value, error.value.__cause__, error.value.__context__]
         assert "SECRET" not in everything + repr(chain)
     assert "SECRET" not in caplog.text
+
+
+def test_an_unexpected_error_shows_no_secret(hub: StubHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "plainSECRET")
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError(
+            "plainSECRET\nhf_otherSECRET Bearer oneSECRET https://cdn/x?Signature=SECRET end"
+        )
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
+    hub.token = "plainSECRET"
+    with pytest.raises(NetworkError) as error:
+        get().fetch(SHARDS[0])
+    assert "SECRET" not in one_line(error) and "https://cdn/x end" in str(error.value)
 
 
 def test_a_token_with_strange_characters(hub: StubHub, monkeypatch: pytest.MonkeyPatch) -> None:
