@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import shutil
 import tempfile
 import threading
@@ -117,11 +118,11 @@ def _open(
     if not isinstance(given, str | Path):
         return _arriving(given, on_progress, cancel), given.name, given
     path = Path(given).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # False where the name is no path at all
         if (path / MANIFEST).is_file():
             raise UsageError(f"{path} is a pack already; repack changes its precision")
         return Checkpoint.folder(path), path.resolve().name, None
-    if path.exists():
+    if os.path.exists(path):
         if not is_gguf(path):
             raise UnsupportedError(f"{path} is neither a folder nor a GGUF file")
         return GgufCheckpoint(path), path.stem, None

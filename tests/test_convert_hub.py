@@ -18,7 +18,13 @@ import pytest
 from spmoe_lite import hub as spmoe_hub
 from spmoe_lite import library
 from spmoe_lite.converters import convert
-from spmoe_lite.errors import Cancelled, DamagedError, NetworkError, UnsupportedError
+from spmoe_lite.errors import (
+    Cancelled,
+    DamagedError,
+    NetworkError,
+    NotFoundError,
+    UnsupportedError,
+)
 from spmoe_lite.hub import ShortName
 from spmoe_lite.pack import Pack
 from spmoe_lite.progress import Progress
@@ -118,6 +124,13 @@ def test_a_short_name_makes_a_pack_of_that_name(
     monkeypatch.setattr(spmoe_hub, "SHORT_NAMES", known)
     result = convert("mixtral-8x7b")
     assert result.path.name == "mixtral-8x7b.spmoe" and contents(result.path) == wanted
+
+
+@pytest.mark.parametrize("source", ["x" * 300, "nul\0byte", "mixtrl-8x7b", "./nothing"])
+def test_what_is_neither_path_nor_model(hub: StubHub, source: str) -> None:
+    with pytest.raises(NotFoundError):
+        convert(source)
+    assert hub.log == [] and leftovers() == []
 
 
 def test_a_dense_draft_in_one_file(hub: StubHub, tmp_path: Path) -> None:
