@@ -65,17 +65,17 @@ def find(name_or_path: str | Path, home: str | Path | None = None) -> Path:
     converted, a conversion that was not finished.
     """
     given = Path(name_or_path)
-    if (given / m.MANIFEST).is_file() and not given.name.endswith(m.PARTIAL):
+    if os.path.isfile(given / m.MANIFEST) and not given.name.endswith(m.PARTIAL):
         return given
     folder, name = _home(home), str(name_or_path).removesuffix(m.SUFFIX)
     if _is_name(name):
         path = folder / (name + m.SUFFIX)
         m.restore_old(path)
-        if (path / m.MANIFEST).is_file():
+        if os.path.isfile(path / m.MANIFEST):
             return path
-        if _beside(path, m.PARTIAL).is_dir():
+        if os.path.isdir(_beside(path, m.PARTIAL)):
             raise NotFoundError(f"{name} is not finished; run the same convert again to go on")
-    if given.exists():
+    if os.path.exists(given):
         raise NotFoundError(f"{given} is not a pack; type: spmoe-lite convert {given}")
     raise NotFoundError(_how_to_get(name, folder))
 
@@ -86,7 +86,7 @@ def _how_to_get(name: str, folder: Path) -> str:
     if name.lower() in SHORT_NAMES:
         return f"{name} is known but not converted; type: spmoe-lite convert {name.lower()}"
     if not _is_name(name):
-        return f"no pack at {name}"
+        return f"no pack at {_shown(name)}"
     there = [info.name for info in packs(folder) if info.complete]
     listed = f"; there are {', '.join(there[:8])}" if there else ""
     return f"no pack named {name} in {folder}{listed}"
@@ -96,12 +96,17 @@ def packs(home: str | Path | None = None) -> list[PackInfo]:
     """Every pack and unfinished conversion in `home`, by name; damaged ones count as unfinished."""
     folder = _home(home)
     try:
-        entries = sorted(folder.iterdir())
+        entries = list(folder.iterdir())
     except FileNotFoundError:
         return []
     except OSError as error:
         raise m.disk_error(error, folder, "read") from error
-    return [_info(path) for path in entries if _ending(path) is not None and path.is_dir()]
+    for path in entries:
+        if path.name.endswith(m.SUFFIX + m.OLD):
+            with contextlib.suppress(SpmoeError):  # a folder that cannot be written is still listed
+                m.restore_old(path.with_name(path.name.removesuffix(m.OLD)))
+    found = {path for path in folder.glob("*") if _ending(path) is not None and path.is_dir()}
+    return [_info(path) for path in sorted(found)]
 
 
 def _info(path: Path) -> PackInfo:
@@ -157,13 +162,13 @@ def _to_remove(name: str | Path, folder: Path) -> list[Path]:
             return [_checked(path) for path in found]
     path = Path(name)
     if not os.path.lexists(path):
-        raise NotFoundError(f"no pack {name} in {folder}, and no such folder")
-    if (path / m.MANIFEST).is_file():
+        raise NotFoundError(f"no pack {_shown(str(name))} in {folder}, and no such folder")
+    if os.path.isfile(path / m.MANIFEST):
         m.read_manifest(path)  # somebody else's manifest.json is refused here
-    elif not (path / m.JOURNAL).is_file():
+    elif not os.path.isfile(path / m.JOURNAL):
         raise UsageError(f"{path} is not a pack; nothing was deleted")
     partial = _beside(path, m.PARTIAL)
-    return [_checked(path), *([_checked(partial)] if partial.is_dir() else [])]
+    return [_checked(path), *([_checked(partial)] if os.path.isdir(partial) else [])]
 
 
 def _checked(path: Path) -> Path:
@@ -258,7 +263,7 @@ def last_used(home: str | Path | None = None) -> list[Path]:
     found = {info.path.resolve(): info.modified for info in packs(folder) if info.complete}
     made = sorted(found, key=lambda path: found[path], reverse=True)
     recent = sorted(used, key=lambda path: used[path], reverse=True)
-    there = [Path(path) for path in recent if (Path(path) / m.MANIFEST).is_file()]
+    there = [Path(path) for path in recent if os.path.isfile(Path(path) / m.MANIFEST)]
     return [*there, *(path for path in made if str(path) not in used)]
 
 
@@ -304,7 +309,13 @@ def _same_vocabulary(target: Path, draft: Path) -> bool:
 
 def _is_name(name: str) -> bool:
     """Whether `name` is one plain folder name, not a path."""
-    return name not in ("", ".", "..") and not any(c in name for c in "/\\:\0")
+    plain = name.isprintable() and not any(c in name for c in "/\\:")
+    return plain and name not in ("", ".", "..")
+
+
+def _shown(name: str) -> str:
+    """A name that was typed, for a message of one line."""
+    return name if name.isprintable() else repr(name)
 
 
 def _beside(path: Path, ending: str) -> Path:

@@ -155,13 +155,15 @@ def read_manifest(folder: Path) -> Manifest:
     Raises `NotFoundError` (no pack there), `UnsupportedError` (another format), `DamagedError`.
     """
     path = folder / MANIFEST
-    if not path.exists():
-        if folder.name.endswith(PARTIAL):
-            raise NotFoundError(f"{folder} is an unfinished conversion; run the same convert again")
-        raise NotFoundError(f"{folder} is not a pack: it has no {MANIFEST}")
     try:
         with open_confined(folder, MANIFEST) as file:
             data = file.read(MAX_JSON_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if folder.name.endswith(PARTIAL):
+            raise NotFoundError(
+                f"{folder} is an unfinished conversion; run the same convert again"
+            ) from error
+        raise NotFoundError(f"{folder} is not a pack: it has no {MANIFEST}") from error
     except OSError as error:
         raise disk_error(error, path, "read") from error
     if len(data) > MAX_JSON_BYTES:
@@ -438,7 +440,9 @@ def disk_error(error: OSError, path: Path, verb: str) -> SpmoeError:
             f"choose another place"
         )
     if isinstance(error, PermissionError) or error.errno == errno.EROFS:
-        return SpmoeError(f"cannot {verb} {path} ({text}); check its permissions or choose another")
+        return SpmoeError(
+            f"cannot {verb} {path} ({text}); check permissions or choose another place"
+        )
     return SpmoeError(f"cannot {verb} {path} ({text})")
 
 
@@ -464,7 +468,7 @@ def read_journal(partial: Path) -> dict[str, Any]:
 def restore_old(path: Path) -> None:
     """Put back a pack that a run killed between the two renames of a replacement left aside."""
     old = path.with_name(path.name + OLD)
-    if (old / MANIFEST).is_file() and not os.path.lexists(path):
+    if os.path.isfile(old / MANIFEST) and not os.path.lexists(path):
         with naming(old, "rename"):
             old.rename(path)
 

@@ -87,9 +87,20 @@ def test_a_partial_is_never_taken_for_a_pack(home: Path) -> None:
 
 
 def test_a_pack_left_aside_by_a_killed_replacement_is_found(home: Path) -> None:
-    (home / "big.spmoe").rename(home / "big.spmoe.old")
-    assert library.find("big", home) == home / "big.spmoe"
-    Pack.open(home / "big.spmoe").close()
+    for look in (lambda: library.find("big", home), lambda: library.packs(home)):
+        (home / "big.spmoe").rename(home / "big.spmoe.old")
+        look()
+        Pack.open(home / "big.spmoe").close()
+
+
+@pytest.mark.parametrize(
+    "name", ["x" * 300, "x" * 5000, "a\0b", "a\nb", "~", "*", "C:big", "\udcff"]
+)
+def test_odd_names_are_not_found_and_nothing_else(home: Path, name: str) -> None:
+    for look in (library.find, library.remove, library.inspect):
+        with pytest.raises(SpmoeError) as caught:
+            look(name, home)
+        assert isinstance(caught.value, NotFoundError) and "\n" not in str(caught.value)
 
 
 def test_the_list_has_packs_and_partials_with_their_sizes(home: Path) -> None:
