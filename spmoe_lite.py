@@ -68,10 +68,10 @@ def make_environment(call):
     import shutil
 
     config = os.path.join(VENV, "pyvenv.cfg")
-    if os.path.exists(config) and PROMPT not in open(config, encoding="utf-8").read():
+    if os.path.exists(config) and PROMPT not in open(config, errors="replace").read():
         say(f"{VENV} is not of this script's making: delete it, or install spmoe-lite into it", 1)
-    say(f"making {VENV}: up to 10 GB with PyTorch for CUDA, 3 GB without")
-    say("for a CPU-only PyTorch, set PIP_EXTRA_INDEX_URL to the index of it that pytorch.org names")
+    say(f"making {VENV}: up to 10 GB with PyTorch for CUDA, 3 GB with a CPU-only one")
+    say("for that one, set PIP_EXTRA_INDEX_URL to its index, named on pytorch.org/get-started")
     base = getattr(sys, "_base_executable", sys.executable)
     venv = [base, "-m", "venv", "--clear", "--prompt", PROMPT, VENV]
     if call(*venv, quiet=True):  # some Linux distributions split ensurepip off
@@ -127,17 +127,17 @@ def main(arguments):
             return importlib.import_module("spmoe_lite.cli").main()
         os.chdir(HERE)
         return importlib.import_module("pytest").main(arguments[1:])
+    command = [PYTHON, "-X", AGAIN, os.path.realpath(__file__), *arguments]
     try:
         made, needed = stamps(extras)
         if made != needed:
             set_up(extras)
+        if os.name != "nt":
+            os.execv(PYTHON, command)
     except OSError as error:
         say(f"cannot set up {HERE}: {error}; copy it to a folder of yours and start it there", 1)
     except KeyboardInterrupt:
         say("set-up was interrupted; the next start begins it again", 130)
-    command = [PYTHON, "-X", AGAIN, os.path.realpath(__file__), *arguments]
-    if os.name != "nt":
-        os.execv(PYTHON, command)
     import signal
     import subprocess
 
