@@ -69,7 +69,7 @@ NEEDED_BYTES = 4 * 10**9  # both packs, two shards, the GGUF file and the wheel
 NAMES = ("demo", "demo-draft")
 
 _INDEX = "model.safetensors.index.json"
-_ROUTER = (EXPERTS, 3)  # in place of (expert, matrix) in the key of a router's random stream
+_ROUTER = (99, 9)  # in place of (expert, matrix) in the key of a router's random stream
 _CHUNK = 4 << 20
 
 
@@ -440,7 +440,7 @@ def _block(layer: int) -> str:
 
 def _mlp(layer: int) -> dict[str, str]:
     """Mixtral's matrix -> the dense model's tensor; their order numbers the random streams."""
-    parts = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    parts = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
     return {w: f"model.layers.{layer}.mlp.{part}.weight" for w, part in parts.items()}
 
 

@@ -98,7 +98,7 @@ def test_the_numbers_are_pinned(tmp_path, small):
     layer = load_file(folder / "model-00003-of-00003.safetensors")
     name = "model.layers.1.block_sparse_moe.experts.7.w2.weight"
     base = GgufCheckpoint(small).read("model.layers.1.mlp.down_proj.weight")
-    stream = np.random.default_rng([0, 1, 7, 1]).standard_normal(base.shape, dtype=np.float32)
+    stream = np.random.default_rng([0, 1, 7, 2]).standard_normal(base.shape, dtype=np.float32)
     expected = base + np.float32(0.05 * base.numpy().std(dtype=np.float64)) * torch.from_numpy(
         stream
     )
@@ -106,9 +106,9 @@ def test_the_numbers_are_pinned(tmp_path, small):
     router = load_file(folder / "model-00001-of-00003.safetensors")[
         "model.layers.1.block_sparse_moe.gate.weight"
     ]
-    stream = np.random.default_rng([0, 1, 8, 3]).standard_normal((8, 64), dtype=np.float32)
+    stream = np.random.default_rng([0, 1, 99, 9]).standard_normal((8, 64), dtype=np.float32)
     assert torch.equal(router, torch.from_numpy(np.float32(0.05) * stream))
-    assert [round(float(x), 5) for x in stream[0, :3]] == [0.88432, 0.58018, -0.34601]
+    assert [round(float(x), 5) for x in stream[0, :3]] == [0.44544, 0.93124, 0.76609]
 
 
 def test_numbers_do_not_depend_on_threads(tmp_path, small, monkeypatch):
@@ -334,4 +334,4 @@ def test_the_real_pair_is_the_pinned_one(demo_packs):
     assert [hashlib.sha256(text.encode()).hexdigest()[:16] for text in found] == PAIR
 
 
-PAIR = ["", ""]
+PAIR = ["908efe555dfa00f7", "566ef5cf39b3a910"]  # SHA-256 over the hashes of the tensor files
