@@ -29,6 +29,8 @@ NAME = "spmoe-lite"
 STARTED_AS = {"spmoe_lite.py": "python3 spmoe_lite.py", "__main__.py": "python3 -m spmoe_lite"}
 PROGRAM = STARTED_AS.get(Path(sys.argv[0]).name, NAME)  # what to type, in hints
 FIRST_PAIR = ("mixtral-8x7b", "mistral-7b")  # what `chat` offers to convert where there is no pack
+DEMO_PROMPT = "Explain in a few sentences why the sky is blue."
+DEMO_TOKENS = 200  # of the demo's first answer, which should end some time
 PRECISIONS = ["bf16", "fp16", "fp32"]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -274,32 +276,37 @@ def cli() -> None:
     "--gguf",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="The small model's GGUF file, if it is already here.",
+    help="The small model's GGUF file, where there is no network.",
 )
-@yes_option
 @engine_options
 @sampling_options
 @debug_option
-def demo(prompt: str | None, gguf: Path | None, yes: bool, **given: Any) -> int:
+def demo(prompt: str | None, gguf: Path | None, **given: Any) -> int:
     """Make a small real model pair, answer one prompt, then chat.
 
-    Builds a Mixture-of-Experts model and its draft from a 135M-parameter model, on this machine, and
-    runs it with half of its experts in slots, so that paging is seen.
+    The first start makes it on this machine, in a minute or two: SmolLM2-135M with eight experts a
+    layer, and the original as its draft. It writes English and is no better a model than the original.
+    Half of its experts are in slots, so that paging is seen. Needs 4 GB of disk while it is made.
     """
-    from spmoe_lite.demo import DEFAULT_PROMPT, prepare
+    from spmoe_lite.demo import prepare
+    from spmoe_lite.library import inspect
 
     _show_log()
+    note("demo: SmolLM2-135M with eight experts a layer, drafted by the original")
     with terminal.interruptible() as cancel, terminal.ProgressDisplay() as progress:
         target, draft = prepare(gguf=gguf, cancel=cancel, on_progress=progress)
     if given["slots"] is None and given["vram"] == "auto":
-        from spmoe_lite.library import inspect
-
         given["slots"] = inspect(target)["experts"] // 2
+        note(
+            "half of the experts are in slots; the others are paged in when the draft or the router asks"
+        )
     with _load(target, draft, given) as engine:
         repl = _repl(engine, target, draft, given)
-        question = prompt or DEFAULT_PROMPT
-        click.echo(f"{terminal.dim('>>>')} {question}", err=True)
+        question = prompt or DEMO_PROMPT
+        click.echo(f">>> {question}", err=True)
+        asked, repl.max_tokens = repl.max_tokens, repl.max_tokens or DEMO_TOKENS
         repl.say(question)
+        repl.max_tokens = asked
         if not terminal.is_interactive():
             return 0
         note("now you: /help lists the commands, Ctrl-D leaves")

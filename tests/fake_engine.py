@@ -124,7 +124,7 @@ class Engine:
         elif text.startswith("slow"):
             for i in range(1000):
                 yield f"{i} "
-                time.sleep(0.01)
+                time.sleep(0.005)
         elif text.startswith("control"):
             yield "a\x1b[2Jb\x07c\x9b1m\td"
         elif text.startswith("unicode"):
