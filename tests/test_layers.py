@@ -116,6 +116,8 @@ def test_imports_come_from_rows_above():
         source = FILE_OF.get(name)
         if source is None or source == "spmoe_lite/__init__.py" or for_types:
             continue
+        if not {file, source} <= set(ROWS):
+            continue  # the test above asks for its row
         siblings = source.split("/")[0] == file.split("/")[0] != "spmoe_lite"
         if not siblings and ROWS[source][0] >= ROWS[file][0]:
             wrong.append(f"{file} (row {ROWS[file][0]}) imports {source} (row {ROWS[source][0]})")
@@ -127,7 +129,8 @@ def test_third_party_imports_are_those_of_the_map():
     for file, name, _, _ in IMPORTS:
         found[file].add(name.partition(".")[0])
     ours = {*sys.stdlib_module_names, "spmoe_lite"}
-    assert {file: names - ours for file, names in found.items()} == {f: ROWS[f][1] for f in SOURCES}
+    listed = {file: third_party for file, (_, third_party) in ROWS.items()}
+    assert {file: names - ours for file, names in found.items() if file in listed} == listed
 
 
 def test_some_imports_stand_where_they_are_used():
