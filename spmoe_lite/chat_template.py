@@ -49,14 +49,16 @@ from spmoe_lite.errors import DamagedError, NotFoundError, SpmoeError, Unsupport
 from spmoe_lite.tokenizer import Tokenizer
 
 MAX_SOURCE_CHARS = 1 << 18  # the largest published templates have about 50,000
-MAX_STEPS = 20_000_000  # about two seconds
-MAX_CHARS = 1 << 26
+MAX_STEPS = 8_000_000  # some seconds; a history of 600 messages takes 0.4 million
+MAX_CHARS = 1 << 25
 MAX_VALUE = 1 << 22
 MAX_NODES = 100_000
 MAX_DEPTH = 200  # of the parsed template
 MAX_NESTING = 64  # of values, and of macro calls
 MAX_WIDTH = 1000  # of a number format, an indent, a padded text
 MAX_INT_BITS = 4096
+
+_SYSTEM = ("system", "developer")
 
 Message = Mapping[str, Any]
 
@@ -116,11 +118,27 @@ class ChatTemplate:
             except _Refusal as error:
                 refusal = refusal or error
                 continue
-            if _drops_system(candidate, text):
+            if self._drops_system(candidate):
                 refusal = refusal or _Refusal("it drops the system message")
                 continue
             return text
         raise self._explain(history, refusal)
+
+    def _drops_system(self, messages: list[dict[str, Any]]) -> bool:
+        """Whether the template leaves out system text, tried with words that stand for it."""
+        marked, words = [], []
+        for i, message in enumerate(messages):
+            if message["role"] in _SYSTEM and message["content"]:
+                words.append(f"system{i}text")
+                message = message | {"content": words[-1]}
+            marked.append(message)
+        if not words:
+            return False
+        try:
+            text = self._run(marked)
+        except _Refusal:
+            return False
+        return not all(word in text for word in words)
 
     def _run(self, messages: list[dict[str, Any]]) -> str:
         """Render once; _Refusal for whatever the template raised."""
@@ -150,7 +168,7 @@ class ChatTemplate:
 
     def _explain(self, history: list[dict[str, Any]], refusal: Exception | None) -> SpmoeError:
         """The error for a history that no candidate made acceptable."""
-        spoken = [message for message in history if message["role"] not in ("system", "developer")]
+        spoken = [message for message in history if message["role"] not in _SYSTEM]
         if spoken and spoken[0]["role"] == "assistant":
             return UsageError(
                 f"the conversation starts with an assistant message, which this model's template refuses "
@@ -194,7 +212,7 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
                 f"message {i} ({copy['role']}) must have text as its content, not {type(content).__name__}"
             )
         history.append(copy)
-    if not any(message["role"] not in ("system", "developer") for message in history):
+    if not any(message["role"] not in _SYSTEM for message in history):
         raise UsageError("the conversation has no user message; add one")
     return history
 
@@ -255,7 +273,7 @@ def _folded(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     result: list[dict[str, Any]] = []
     waiting = ""
     for message in history:
-        if message["role"] in ("system", "developer"):
+        if message["role"] in _SYSTEM:
             waiting = _joined(waiting, message["content"])
         elif message["role"] == "user" and waiting:
             result.append(message | {"content": _joined(waiting, message["content"])})
@@ -278,13 +296,6 @@ def _joined(first: str, second: str) -> str:
 
 def _is_text(message: dict[str, Any]) -> bool:
     return message["role"] != "tool" and set(message) <= {"role", "content"}
-
-
-def _drops_system(messages: list[dict[str, Any]], text: str) -> bool:
-    return any(
-        message["role"] in ("system", "developer") and message["content"].strip() not in text
-        for message in messages
-    )
 
 
 def _uses_tools(history: list[dict[str, Any]]) -> bool:
@@ -515,8 +526,11 @@ _FILTERS = frozenset(
 _SHALLOW = frozenset(
     "abs attr count d default first last length".split()
 )  # look at no more than one item
-_COMPARING_TESTS = frozenset(
-    "in == eq equalto != ne > gt greaterthan ge >= < lt lessthan <= le".split()
+_ITERATING = frozenset(
+    "dictsort join map max min reject rejectattr select selectattr sort unique wordcount".split()
+)
+_READING_TESTS = frozenset(
+    "lower upper in == eq equalto != ne > gt greaterthan ge >= < lt lessthan <= le".split()
 )
 
 
@@ -598,12 +612,13 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters["tojson"] = self._to_json
         self.filters["sum"] = self._sum
         self.filters |= self._counters()
-        for name in _COMPARING_TESTS:
+        for name in _READING_TESTS:
             self.tests[name] = self._limited_test(self.tests[name])
 
     # Output, operators, calls
 
     def _print(self, value: Any) -> Any:
+        self.budget.step(4)
         if not isinstance(value, jinja2.Undefined):
             self.budget.make(self.budget.weigh(value))
         return value
@@ -621,7 +636,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif operator == "*":
             for many, times in ((left, right), (right, left)):
                 if isinstance(many, (str, list, tuple)) and isinstance(times, int):
-                    budget.make(max(times, 0) * (budget.weigh(many) + 8))
+                    budget.make(max(times, 0) * budget.weigh(many))
         elif operator == "+" and isinstance(left, (str, list, tuple)):
             budget.make(budget.weigh(left) + budget.weigh(right))
         budget.step()
@@ -655,6 +670,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             args = self._check_method(obj, args, kwargs)
         elif not self._is_offered(obj):
             raise jinja2.exceptions.SecurityError(f"a {type(obj).__name__} cannot be called here")
+        budget.step(16)
         budget.depth += 1
         if budget.depth > MAX_NESTING:
             raise _OverBudget(f"its macros call each other more than {MAX_NESTING} deep")
@@ -727,6 +743,11 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 return function(*args, **kwargs)
             args = (*args[:skip], *map(self._settled, args[skip:]))
             budget.touch_all(args[skip:], kwargs)
+            if name in _ITERATING and args[skip:] and hasattr(args[skip], "__len__"):
+                words = [
+                    word for word in (*args[skip + 1 :], *kwargs.values()) if isinstance(word, str)
+                ]
+                budget.step(len(args[skip]) * (8 + sum(map(len, words))))
             if check is not None:
                 check(*args[skip:], **kwargs)
             result = function(*args, **kwargs)
