@@ -80,9 +80,12 @@ class Prefetcher:
         for prediction in self._predictions:
             if prediction.row >= accepted_rows or prediction.layer not in trace:
                 continue
-            named = set(prediction.wait())
+            best, *others = prediction.wait()
+            named = {best, *others}
             used = trace[prediction.layer][prediction.row]
             absent = [e for e in used if self._store.would_miss((prediction.layer, e))]
+            counters.predictions += 1
+            counters.predicted_best_used += best in used
             counters.predicted += len(named)
             counters.predicted_used += len(named & set(used))
             counters.wanted += len(used)

@@ -27,6 +27,8 @@ class Counters:
     prefetch_late: int = 0  # ... needed while still on their way
     prefetch_wasted: int = 0  # ... evicted unused
     prefetch_dropped: int = 0  # predictions not copied: resident, out of time or no slot to take
+    predictions: int = 0  # (accepted token, layer) with a prediction
+    predicted_best_used: int = 0  # ... whose best guess was among the experts used
     predicted: int = 0  # experts predicted for accepted tokens
     predicted_used: int = 0  # ... that these tokens routed to
     wanted: int = 0  # choices of accepted tokens with a prediction: the recall's denominator

@@ -1,0 +1,142 @@
+"""On a CUDA GPU: bits do not depend on placement, rows or drafting; streams are ordered; memory returns.
+
+Needs a GPU and Triton; skipped elsewhere. The same laws on the CPU are in test_invariance.py.
+"""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from spmoe_lite.config import SamplingParams
+from spmoe_lite.converters import convert
+from spmoe_lite.engine import Engine
+from tests import tiny
+from tests.test_invariance import disturb
+from tests.test_model import our_logits
+
+pytestmark = pytest.mark.gpu
+
+PROMPT = [1, 17, 300, 42, 42, 5, 99, 250, 3, 8, 120]
+TOKENS = [1, *(3 + i * 37 % 300 for i in range(79))]
+DTYPES = ["bf16", "fp16", "fp32"]
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def packs(request, tmp_path_factory):
+    """A target of 3 layers x 8 experts and a disturbed copy as its draft, in one precision."""
+    folder = tmp_path_factory.mktemp(request.param)
+    shape = {"layers": 3, "experts": 8, "scale_head": 4.0, "hidden": 128, "intermediate": 192}
+    target = tiny.tiny_mixtral(folder / "t", **shape)
+    noisy = tiny.tiny_mixtral(folder / "n", **shape)
+    disturb(noisy, 0.1)
+    how = {"experts": request.param, "dense": request.param}
+    return {
+        "target": convert(target, out=folder / "target.spmoe", **how).path,
+        "noisy": convert(noisy, out=folder / "noisy.spmoe", **how).path,
+        "dtype": request.param,
+    }
+
+
+def logits(pack, chunk, **options):
+    with Engine.load(pack, device="cuda", **options) as engine, torch.inference_mode():
+        decoder, kv, rows = engine.decoder, engine.decoder.session.target_kv, []
+        for start in range(0, len(TOKENS), chunk):
+            part = TOKENS[start : start + chunk]
+            rows.append(decoder.target.forward(part, kv, logits_rows=len(part)))
+            decoder.store.end_pass(len(part))
+        return torch.cat(rows).float().cpu()
+
+
+def write(packs, draft=True, length=120, sampling=None, **options):
+    draft = packs["noisy"] if draft else None
+    with Engine.load(packs["target"], draft, device="cuda", **options) as engine:
+        return engine.generate(PROMPT, max_tokens=length, sampling=sampling).result
+
+
+def test_logits_are_near_the_cpu_s(packs):
+    ours = our_logits(packs["target"], TOKENS)
+    got = logits(packs["target"], 80)
+    bound = {"fp32": 1e-4, "fp16": 0.02, "bf16": 0.1}[packs["dtype"]] * float(ours.abs().max())
+    assert (got - ours).abs().max() < bound
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 16, 80])
+def test_bits_do_not_depend_on_slots(packs, chunk):
+    expected = logits(packs["target"], chunk, slots=24)
+    for slots in (2, 3, 6, 13):
+        assert torch.equal(logits(packs["target"], chunk, slots=slots), expected)
+
+
+def test_bits_do_not_depend_on_the_rows_of_a_pass(packs):
+    expected = logits(packs["target"], 1)
+    for chunk in (2, 5, 9, 16, 32):
+        assert torch.equal(logits(packs["target"], chunk), expected), f"{chunk} rows"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_text_does_not_depend_on_drafting_slots_or_prefetching(packs, temperature):
+    params = SamplingParams(temperature=temperature, seed=1)
+    expected = write(packs, draft=False, sampling=params)
+    for options in (
+        {"draft_tokens": 1},
+        {"draft_tokens": 4, "slots": 2},
+        {"draft_tokens": 4, "slots": 9, "cutoff": 3},
+        {"draft_tokens": 8, "slots": 6, "cutoff": 3, "policy": "global-lru"},
+        {"draft_tokens": 15, "slots": 12, "prefetch": False},
+    ):
+        got = write(packs, sampling=params, **options)
+        assert got.token_ids == expected.token_ids, options
+
+
+def test_kind_h_o22_slow_kernels_slow_copies_and_poisoned_slots(packs):
+    """500 tokens with the least slots, a spinning compute stream and copies that dawdle."""
+    expected = write(packs, draft=False, length=400)
+    for slow in ("kernel", "copy", "both"):
+        with Engine.load(
+            packs["target"], packs["noisy"], device="cuda", slots=6, cutoff=3
+        ) as engine:
+            store, slab = engine.decoder.store, engine.decoder.store._slab
+            slab.slots.fill_(255)
+            lend, send = store._lend, slab._send
+
+            def slow_lend(layer, experts, lend=lend):
+                use = lend(layer, experts)
+                torch.cuda._sleep(300_000)
+                return use
+
+            def slow_send(slot, offset, size, read, slab=slab, send=send):
+                with torch.cuda.stream(slab._stream):
+                    torch.cuda._sleep(300_000)
+                send(slot, offset, size, read)
+
+            if slow in ("kernel", "both"):
+                store._lend = slow_lend
+            if slow in ("copy", "both"):
+                slab._send = slow_send
+            got = engine.generate(PROMPT, max_tokens=400).result
+        assert got.token_ids == expected.token_ids, slow
+
+
+def test_kind_l_o37_another_thread_may_generate(packs):
+    expected = write(packs, length=20)
+    got = []
+    with Engine.load(packs["target"], packs["noisy"], device="cuda") as engine:
+        thread = threading.Thread(
+            target=lambda: got.append(engine.generate(PROMPT, max_tokens=20).result.token_ids)
+        )
+        thread.start()
+        thread.join()
+    assert got == [expected.token_ids]
+
+
+def test_kind_l_o36_close_gives_the_device_back(packs):
+    sizes = []
+    for _ in range(4):
+        with Engine.load(packs["target"], packs["noisy"], device="cuda", slots=9) as engine:
+            engine.generate(PROMPT, max_tokens=10).result
+            assert torch.cuda.memory_allocated() > 0
+        gc.collect()
+        sizes.append((torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]))
+    assert sizes[1:] == [sizes[1]] * 3
