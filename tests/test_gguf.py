@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from spmoe_lite.config import ModelConfig
-from spmoe_lite.converters import gguf as reader
+from spmoe_lite.converters import gguf_file as reader
 from spmoe_lite.converters.gguf import GgufCheckpoint, is_gguf
 from spmoe_lite.converters.gguf_tokenizer import PRE_TOKENIZERS
 from spmoe_lite.converters.repack import convert
@@ -53,7 +53,8 @@ def opened(tmp_path: Path, config: dict[str, Any] | None = None, **options: Any)
     return GgufCheckpoint(written(tmp_path, config, **options))
 
 
-# --- weights ------------------------------------------------------------------------------------------
+# --- weights
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stacked", [True, False])
@@ -97,7 +98,8 @@ def test_stored_kinds_are_dequantised_by_the_reference(tmp_path, kind, dtype, bo
 
 
 def q4_k_block(block: bytes) -> list[float]:
-    """256 weights of one Q4_K block: d, dmin fp16; 8 scales and 8 minima of 6 bits; 4-bit values."""
+    """256 weights of one Q4_K block: d, dmin fp16; 8 scales and 8 minima of 6 bits; 4-bit
+    values."""
     d, dmin = np.frombuffer(block[:4], np.float16).astype(np.float32)
     packed, quants = block[4:16], block[16:]
     out = []
@@ -211,7 +213,8 @@ def test_conversion_from_gguf_gives_the_pack_of_the_checkpoint(tmp_path):
     assert all(tokenizers[0].encode(t).ids == tokenizers[1].encode(t).ids for t in texts)
 
 
-# --- what the model is --------------------------------------------------------------------------------
+# --- what the model is
+# --------------------------------------------------------------------------------
 
 
 def test_config_in_hugging_face_spelling(tmp_path):
@@ -351,7 +354,8 @@ def test_gguf_files_are_known_by_their_magic(tmp_path):
     assert not is_gguf(tmp_path / "x") and not is_gguf(tmp_path)
 
 
-# --- split files --------------------------------------------------------------------------------------
+# --- split files
+# --------------------------------------------------------------------------------------
 
 
 def split(tmp_path: Path) -> tuple[list[Path], dict[str, torch.Tensor]]:
@@ -398,7 +402,8 @@ def test_missing_and_renamed_parts_are_refused_by_name(tmp_path):
         GgufCheckpoint(alone)
 
 
-# --- files that lie -----------------------------------------------------------------------------------
+# --- files that lie
+# -----------------------------------------------------------------------------------
 
 
 def kv(key: str, kind: int, value: bytes) -> bytes:
@@ -534,7 +539,8 @@ def test_a_file_cut_after_opening_is_noticed(tmp_path):
         source.read(name)
 
 
-# --- tokenizer ----------------------------------------------------------------------------------------
+# --- tokenizer
+# ----------------------------------------------------------------------------------------
 
 TEXTS = [
     "",
@@ -629,7 +635,8 @@ def test_control_and_user_tokens_are_found_in_the_text(tmp_path):
 
 
 def naive_sentencepiece(text: str, keys: dict[str, Any]) -> list[int]:
-    """SentencePiece's rule as it is stated: join the best-scored pair, leftmost first, until none is left."""
+    """SentencePiece's rule as it is stated: join the best-scored pair, leftmost first, until none
+    is left."""
     tokens, scores = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.scores"]
     joinable = {NORMAL, UNUSED, USER_DEFINED}
     pieces = {
@@ -734,7 +741,8 @@ def test_broken_vocabularies_are_refused(tmp_path, keys, word):
         opened(tmp_path, metadata=keys).text_files()
 
 
-# --- the real file ------------------------------------------------------------------------------------
+# --- the real file
+# ------------------------------------------------------------------------------------
 
 SMOLLM2 = {  # text -> ids of the model's published tokenizer
     "Hello, we can use": [19556, 28, 392, 416, 722],
