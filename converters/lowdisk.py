@@ -87,9 +87,10 @@ class Shards:
         embeddings, expert = self.recipe.dense["embed_tokens.weight"], self.recipe.experts[0][0][0]
         self._need(embeddings)
         self._need(expert)
-        return tuple(self.source.tensors[piece.name].dtype for piece in (embeddings, expert))  # type: ignore[return-value]
+        tensors = self.source.tensors
+        return tensors[embeddings.name].dtype, tensors[expert.name].dtype
 
-    def adopt(self, partial: Path, dense_dtype: str, natural: tuple[str, str]) -> None:
+    def adopt(self, partial: Path, dense_dtype: str, natural: tuple[str, str | None]) -> None:
         """Take up the spool files of an earlier run; from here on dtypes may not vary from `natural`."""
         self.folder, self.dense_dtype, self.natural = partial / SPOOL, dense_dtype, natural
         for shard in self._layers:
@@ -100,7 +101,7 @@ class Shards:
         """Fetch the shards that hold experts of `layer`."""
         for piece in (piece for expert in self.recipe.experts[layer] for piece in expert):
             self._need(piece)
-            self._same_dtype(piece, self.natural[1], "experts")
+            self._same_dtype(piece, self.natural[1])
 
     def dense(self, name: str) -> tuple[Source | TensorFiles, Piece]:
         """Where to read a dense tensor of the pack: its spool file, or the shard, fetched for it."""
@@ -108,7 +109,7 @@ class Shards:
         if name in self._spools:
             return self._spools[name], Piece(name, piece.shape)
         self._need(piece)
-        self._same_dtype(piece, self.natural[0], "dense")
+        self._same_dtype(piece, self.natural[0])
         return self.source, piece
 
     def layer_done(self, layer: int, writer: PackWriter) -> None:
@@ -142,7 +143,7 @@ class Shards:
             self._arrived.add(shard)
         check_tensor(self.source, piece)
 
-    def _same_dtype(self, piece: Piece, natural: str, flag: str) -> None:
+    def _same_dtype(self, piece: Piece, natural: str | None) -> None:
         found = self.source.tensors[piece.name].dtype
         if found != natural != "fp32":
             raise UnsupportedError(
@@ -167,9 +168,9 @@ class Shards:
                 file.write(header)
                 for piece in pieces.values():
                     check(self.cancel)
-                    self._same_dtype(piece, self.natural[0], "dense")
+                    self._same_dtype(piece, self.natural[0])
                     tensor = read_as(self.source, piece, self.dense_dtype)
-                    data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+                    data = tensor.reshape(-1).view(torch.uint8).numpy().data
                     digest.update(data)
                     file.write(data)
                 file.flush()

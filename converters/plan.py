@@ -85,6 +85,11 @@ def pack_bytes(config: ModelConfig, dense: str, experts: str | None) -> int:
     return dense_bytes(config, dense) + config.num_hidden_layers * layer_bytes(config, experts)
 
 
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below `folder`; 0 if there is none."""
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+
+
 def volumes(needs: Mapping[Path, int]) -> tuple[Volume, ...]:
     """What `needs` {folder, perhaps not made yet: bytes} means for each file system."""
     found: dict[int, Volume] = {}

@@ -9,9 +9,11 @@ cannot hold are refused by name. Casting rounds to nearest even.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
 
+import numpy as np
 import torch
 
 from spmoe_lite.config import ModelConfig
@@ -23,7 +25,10 @@ from spmoe_lite.pack import TORCH_DTYPES
 
 FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": mistral, "mixtral": mixtral}
 HEAD = "lm_head.weight"
-BLOCK_BYTES = 8 << 20  # read, checked and cast at a time
+BLOCK_BYTES = 8 << 20  # read, checked and cast at a time; stays in the processor's cache
+DECODED_BYTES = (
+    256 << 20
+)  # the same of a source that must decode, perhaps more than the rows asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,7 @@ def match(config: ModelConfig, source: Source) -> Recipe:
     }
     chosen.require_any(config.family, wanted.values())
     dense = {name: chosen.one(name, pieces) for name, pieces in wanted.items()}
-    experts = []
+    experts: list[list[tuple[Piece, Piece, Piece]]] = []
     for layer in range(config.num_hidden_layers if config.is_moe else 0):
         experts.append([])
         for expert in range(config.num_local_experts):
@@ -66,10 +71,10 @@ class _Chooser:
         self.source = source
         self.used: set[str] = set()
 
-    def require_any(self, family: str, wanted: object) -> None:
+    def require_any(self, family: str, wanted: Iterable[list[Piece]]) -> None:
         """At least one name must be right, else the whole file is of another kind."""
         tensors = self.source.tensors
-        if not any(piece.name in tensors for pieces in wanted for piece in pieces):  # type: ignore[attr-defined]
+        if not any(piece.name in tensors for pieces in wanted for piece in pieces):
             first = next(iter(tensors), "nothing")
             raise UnsupportedError(
                 f"{self.source.label}: not one tensor has a name of the {family} family (it has "
@@ -135,7 +140,7 @@ def check_tied(config: ModelConfig, source: Source, recipe: Recipe) -> None:
     same = (head.dtype, head.shape) == (embed.dtype, embed.shape)
     if not same or not all(
         torch.equal(source.read(HEAD, rows=rows), source.read(embeddings.name, rows=rows))
-        for rows in _blocks(embed)
+        for rows in _blocks(embed, range(embed.shape[0]), embed.shape)
     ):
         raise UnsupportedError(
             f"{source.label}: config.json ties the output head to the embeddings, but {HEAD} holds "
@@ -167,7 +172,8 @@ def read_as(
     rows = piece.rows or range(shape[0])
     if out is None:
         out = torch.empty((len(rows), *shape[1:]), dtype=TORCH_DTYPES[dtype])
-    for block in _blocks(tensor, rows, shape):
+    block_bytes = BLOCK_BYTES if isinstance(source, TensorFiles) else DECODED_BYTES
+    for block in _blocks(tensor, rows, shape, block_bytes):
         part = out[block.start - rows.start : block.stop - rows.start]
         if tensor.dtype == dtype and isinstance(source, TensorFiles):
             source.read(piece.name, piece.index, block, out=part)
@@ -180,28 +186,43 @@ def read_as(
 
 
 def _blocks(
-    tensor: SourceTensor, rows: range | None = None, shape: tuple[int, ...] | None = None
+    tensor: SourceTensor, rows: range, shape: tuple[int, ...], block_bytes: int = BLOCK_BYTES
 ) -> list[range]:
-    """Ranges of rows of about BLOCK_BYTES that cover `rows`."""
-    shape = shape or tensor.shape
-    rows = rows or range(shape[0])
+    """Ranges of about `block_bytes` that cover `rows` of a matrix (or vector) of `shape`."""
     row_bytes = math.prod(shape[1:]) * TORCH_DTYPES[tensor.dtype].itemsize
-    step = max(1, BLOCK_BYTES // max(1, row_bytes))
+    step = max(1, block_bytes // row_bytes)
     return [range(first, min(first + step, rows.stop)) for first in rows[::step]]
 
 
 def _check_finite(
     source: Source | TensorFiles, piece: Piece, values: torch.Tensor, dtype: str | None = None
 ) -> None:
-    """aminmax propagates NaN, so two numbers tell all; after casting them, overflow as well."""
-    ends = torch.stack(torch.aminmax(values))
-    if not ends.isfinite().all():
+    """Refuse NaN and infinity; with `dtype`, also what becomes infinite when cast to it."""
+    largest = _largest_magnitude(values)
+    if not largest.isfinite():
         raise DamagedError(
             f"{source.label}: {piece.name} holds NaN or infinite values; fetch it again or report "
             f"it to its publisher"
         )
-    if dtype and not ends.to(TORCH_DTYPES[dtype]).isfinite().all():
+    if dtype and not largest.to(TORCH_DTYPES[dtype]).isfinite():
         raise UnsupportedError(
-            f"{source.label}: {piece.name} holds values up to {ends.abs().max().item():.4g}, beyond "
+            f"{source.label}: {piece.name} holds values up to {largest.item():.4g}, beyond "
             f"{dtype}'s {torch.finfo(TORCH_DTYPES[dtype]).max:.6g}; choose bf16 or fp32"
         )
+
+
+def _largest_magnitude(values: torch.Tensor) -> torch.Tensor:
+    """The largest |value|, as a scalar tensor; NaN counts as larger than infinity.
+
+    Read as integers, floats of one sign are in the order of their magnitude: the largest signed integer is
+    the largest positive value, the largest unsigned one the most negative. Two reductions of numpy, five
+    times quicker than torch's on a busy machine.
+    """
+    signed, unsigned, torch_int = {
+        2: (np.int16, np.uint16, torch.int16),
+        4: (np.int32, np.uint32, torch.int32),
+    }[values.itemsize]
+    bits = values.reshape(-1).view(torch_int).numpy()
+    sign = 1 << (8 * values.itemsize - 1)
+    largest = max(int(bits.max()), int(bits.view(unsigned).max()) - sign, 0)
+    return torch.from_numpy(np.array(largest, dtype=signed)).view(values.dtype)

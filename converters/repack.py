@@ -39,6 +39,7 @@ from spmoe_lite.converters.plan import (
     ConvertPlan,
     check_room,
     dense_bytes,
+    folder_bytes,
     layer_bytes,
     pack_bytes,
     volumes,
@@ -300,17 +301,19 @@ def _packed_model(pack: Pack) -> _Model:
     config, layout = pack.config, pack.expert_layout
     tensors: dict[str, SourceTensor] = {}
     recipe = Recipe({}, [])
-    names = {name for name in pack.files if name not in TEXT_FILES}
-    headers = {}
-    for name in names:
-        with open_listed(pack.path, name, pack.files[name][0]) as file:
-            headers[name] = read_header(file, pack.path / name)
+    headers, texts = {}, {}
+    for name, (size, _) in pack.files.items():
+        with open_listed(pack.path, name, size) as file:
+            if name in TEXT_FILES:
+                texts[name] = file.read()
+            else:
+                headers[name] = read_header(file, pack.path / name)
     for name, entry in headers[DENSE].items():
         tensors[name] = SourceTensor(pack.dense_dtype, entry.shape, DENSE, entry.start)
         recipe.dense[name] = Piece(name, entry.shape)
+    up = (config.intermediate_size, config.hidden_size)
     for layer in range(config.num_hidden_layers if layout else 0):
         assert layout is not None
-        file, up = layer_file(layer), (config.intermediate_size, config.hidden_size)
         parts = (
             ("gate", layout.gate_offset, up),
             ("up", layout.up_offset, up),
@@ -318,17 +321,14 @@ def _packed_model(pack: Pack) -> _Model:
         )
         recipe.experts.append([])
         for expert in range(config.num_local_experts):
-            start = headers[file][f"expert.{expert}"].start
+            start = headers[layer_file(layer)][f"expert.{expert}"].start
             pieces = []
             for kind, offset, shape in parts:
                 name = f"layers.{layer}.experts.{expert}.{kind}"
-                tensors[name] = SourceTensor(layout.dtype, shape, file, start + offset)
+                where = layer_file(layer), start + offset
+                tensors[name] = SourceTensor(layout.dtype, shape, *where)
                 pieces.append(Piece(name, shape))
-            recipe.experts[layer].append(tuple(pieces))  # type: ignore[arg-type]
-    texts = {}
-    for name in pack.files.keys() & set(TEXT_FILES):
-        with open_listed(pack.path, name, pack.files[name][0]) as file:
-            texts[name] = file.read()
+            recipe.experts[layer].append((pieces[0], pieces[1], pieces[2]))
     sizes = {name: size for name, (size, _) in pack.files.items()}
     source = TensorFiles(pack.name, tensors, sizes, lambda name: pack.path / name)
     dtypes = pack.dense_dtype, layout.dtype if layout else None
@@ -410,8 +410,8 @@ def _plan(
     if asked.experts is not None and experts is None:
         log.warning("%s has no experts: --experts has no effect", path.name)
     size = pack_bytes(model.config, dense, experts)
-    needs = dict(extra)
-    needs[path.parent] = needs.get(path.parent, 0) + size
+    needs, there = dict(extra), folder_bytes(path.with_name(path.name + PARTIAL))
+    needs[path.parent] = max(0, needs.get(path.parent, 0) + size - there)  # kept, or deleted first
     return ConvertPlan(
         label=model.source.label,
         revision=model.identity.get("revision"),
@@ -453,7 +453,7 @@ def _write(model: _Model, path: Path, asked: _Asked, shards: Shards | None = Non
     try:
         with writer:
             if shards is not None:
-                shards.adopt(writer.partial, dense, model.source_dtypes)  # type: ignore[arg-type]
+                shards.adopt(writer.partial, dense, model.source_dtypes)
             fill = _Fill(model, writer, dense, experts, asked, shards)
             try:
                 fill.run()

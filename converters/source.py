@@ -34,8 +34,9 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -137,7 +138,7 @@ class TensorFiles:
     ) -> None:
         self.label, self.tensors = label, tensors
         self.sizes, self._locate = sizes, locate
-        self._open: dict[str, BinaryIO] = {}
+        self._open: dict[str, FileIO] = {}
 
     def read(
         self,
@@ -172,7 +173,7 @@ class TensorFiles:
         if file := self._open.pop(name, None):
             file.close()
 
-    def _file(self, name: str) -> BinaryIO:
+    def _file(self, name: str) -> FileIO:
         if name not in self._open:
             path = self._locate(name)
             try:
@@ -421,7 +422,7 @@ class Checkpoint(TensorFiles):
             raise disk_error(error, path, "read") from error
 
 
-def read_at(file: BinaryIO, buffer: memoryview, start: int) -> int:
+def read_at(file: FileIO, buffer: memoryview, start: int) -> int:
     """Fill `buffer` from byte `start` on; returns how many bytes there were."""
     done = 0
     while done < len(buffer):
@@ -429,7 +430,7 @@ def read_at(file: BinaryIO, buffer: memoryview, start: int) -> int:
             count = os.preadv(file.fileno(), [buffer[done:]], start + done)
         else:
             file.seek(start + done)
-            count = file.readinto(buffer[done:])  # type: ignore[attr-defined]
+            count = file.readinto(buffer[done:])
         if not count:
             break
         done += count

@@ -148,6 +148,13 @@ def test_cancel_keeps_whole_files_and_a_rerun_goes_on(tmix: Path, tmp_path: Path
     partial = tmp_path / "o.spmoe.partial"
     assert not out.exists() and (partial / LAYER_0).is_file()
     assert not list(partial.rglob("*.tmp"))
+    plans: list[Any] = []
+    with pytest.raises(Cancelled):
+        convert(tmix, out=out, confirm=plans.append)
+    assert (
+        plans[0].volumes[0].needed_bytes
+        < plans[0].pack_bytes - (partial / LAYER_0).stat().st_size + 1
+    )
     before = (partial / LAYER_0).stat()
     result = convert(tmix, out=out)
     assert not result.already_there and not partial.exists()
