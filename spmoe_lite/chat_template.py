@@ -33,7 +33,7 @@ import re
 import string
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -484,7 +484,7 @@ class _Budget:
 
     def listed(self, values: Iterable[Any]) -> list[Any]:
         """`list(values)`, refused before it is too long."""
-        if hasattr(values, "__len__"):
+        if isinstance(values, Sized):
             self.make(8 * len(values))
             return list(values)
         result = []
@@ -500,7 +500,7 @@ class _Budget:
             raise _OverBudget(f"it pads to {value} characters")
 
 
-_DICTS = (dict, type({}.keys()), type({}.values()), type({}.items()))
+_DICTS: tuple[type[Any], ...] = (dict, type({}.keys()), type({}.values()), type({}.items()))
 _FLAT = (str, int, float, type(None), jinja2.Undefined)
 
 
@@ -817,7 +817,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.budget.make(sum(map(len, pieces)))
         return "".join(pieces)
 
-    def _limited_test(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _limited_test(self, function: Any) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             self.budget.touch_all(args, {})
             return function(*args)
@@ -916,7 +916,7 @@ def _cost(children: Iterable[nodes.Node]) -> tuple[int, int]:
     return count, chars
 
 
-def _filtered(name: str, node: nodes.Expr, args: list[nodes.Expr] | None = None) -> nodes.Filter:
+def _filtered(name: str, node: nodes.Node, args: list[nodes.Expr] | None = None) -> nodes.Filter:
     return nodes.Filter(node, f"limit:{name}", args or [], [], None, None, lineno=node.lineno)
 
 
@@ -957,7 +957,8 @@ class _Rewriter(jinja2.visitor.NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
         self.generic_visit(node)
-        for holder in (node, *node.ops):
+        holders: list[Any] = [node, *node.ops]
+        for holder in holders:
             if not isinstance(holder.expr, nodes.Const):
                 holder.expr = _filtered("compared", holder.expr)
         return node

@@ -409,6 +409,7 @@ class Engine:
         if not pack.config.is_moe:
             return Transformer(pack.config, tensors, context), None
         c, layout = pack.config, pack.expert_layout
+        assert layout is not None, "a pack of a Mixture-of-Experts model has a layout"
         slab = make_slab(slots, layout.stride, self.device)
         table = SlotTable(
             slots, c.num_hidden_layers, c.num_local_experts, c.num_experts_per_tok, policy

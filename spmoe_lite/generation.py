@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -190,7 +190,7 @@ class Run:
 
     # --- the answer ----------------------------------------------------------------------------
 
-    def _run(self) -> Iterator[str]:
+    def _run(self) -> Generator[str, None, None]:
         answer = _Answer(len(self._prompt), self._engine.counters)
         try:
             if self._holds_engine:

@@ -36,7 +36,7 @@ class Prefetcher:
         self._predictor = predictor
         self._queue: queue.PriorityQueue[tuple[float, int, int, Prediction | None]]
         self._queue = queue.PriorityQueue()
-        self._step = 0
+        self._step: float = 0  # infinite once closed
         self._row = -1
         self._cutoff = 0
         self._predictions: list[Prediction] = []
@@ -104,6 +104,7 @@ class Prefetcher:
             if step != self._step or self._error is not None:
                 continue
             try:
+                assert prediction is not None
                 experts = prediction.wait()
                 self._store.expect(layer, experts)
                 for expert in experts:

@@ -36,7 +36,8 @@ from spmoe_lite.terminal import (
 
 if TYPE_CHECKING:
     from spmoe_lite.config import SamplingParams
-    from spmoe_lite.engine import Engine, Result
+    from spmoe_lite.engine import Engine
+    from spmoe_lite.generation import Result
 
 PROMPT = ">>> "
 CONTINUED = "... "
@@ -355,11 +356,12 @@ class Repl:
             kind = "a whole number" if name in WHOLE_NUMBERS else "a number"
             raise UsageError(f"{name} takes {kind}, not {value!r}") from None
         if name == "max-tokens":
-            self.max_tokens = number if number > 0 else None
+            self.max_tokens = int(number) if number > 0 else None
         elif name == "seed":
             self.seed = int(number) if number >= 0 else None
         else:
-            self.sampling = replace(self.sampling, **{SETTINGS[name]: number})
+            changed: dict[str, Any] = {SETTINGS[name]: number}
+            self.sampling = replace(self.sampling, **changed)
 
     def _settings(self) -> list[list[str]]:
         rows = [[name, f"{getattr(self.sampling, field):g}"] for name, field in SETTINGS.items()]
@@ -486,7 +488,7 @@ def load_conversation(path: Path) -> dict[str, Any]:
         and isinstance(m["content"], str)
         for i, m in enumerate(messages)
     )
-    if not good or len(messages) % 2 or not isinstance(system, str | None):
+    if not good or len(messages or ()) % 2 or not isinstance(system, str | None):
         raise DamagedError(f"{path} is not a saved conversation: its messages do not alternate")
     return {"messages": messages, "system": system}
 

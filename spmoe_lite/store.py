@@ -108,7 +108,9 @@ class ExpertStore:
 
     def _sort_out(self, layer: int, wanted: list[int]) -> tuple[list[int], list[int], list[int]]:
         """Split experts into (in place, on their way, absent); the first two are held."""
-        ready, arriving, missing = [], [], []
+        ready: list[int] = []
+        arriving: list[int] = []
+        missing: list[int] = []
         with self._changed:
             self._layer = layer
             for expert in wanted:

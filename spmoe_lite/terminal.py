@@ -25,6 +25,8 @@ import click
 if TYPE_CHECKING:
     from types import FrameType
 
+    from rich.progress import Progress as Bar
+
     from spmoe_lite.progress import Progress
 
 FIRST_LIVE_S = 0.5  # a stage shorter than this shows no live line
@@ -245,7 +247,7 @@ class ProgressDisplay:
 
     def __init__(self) -> None:
         self._live = can_draw(sys.stderr)
-        self._bar = None  # rich's Progress while a live line is drawn
+        self._bar: Bar | None = None  # rich's Progress while a live line is drawn
         self._stage = ""
         self._started = self._printed = 0.0
         self._recent: deque[tuple[float, int]] = deque()  # (time, done) of the last seconds
