@@ -14,8 +14,7 @@ none of its bits (exp2 of -inf is 0, the rescaling is by 1), and a row's place i
 either: so the bits of a row do not depend on T or on where a chunk began.
 
 The query heads that share a KV head are rows of one tile: key and value are read once for all of them. The
-tile has 32 rows and 2 warps in every case: below 64 rows per 4 warps Triton takes the same matrix instruction
-on all cards, and prefill attention is a small part of a mixture of experts.
+size of the tile is one for all T on a card, because the order of a sum over keys follows from it.
 Sources: FlashAttention-2, arXiv 2307.08691; Flash-Decoding (Dao et al. 2023); online softmax, arXiv 1805.02867.
 """
 
@@ -23,10 +22,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .configs import SOME, capability_of
+from .configs import SOME, attention_tile, capability_of
 
 SPLIT = 256
-BLOCK_ROWS, WARPS = 32, 2
 LOG2_E = 1.4426950408889634
 
 
@@ -183,13 +181,6 @@ def _merge_kernel(
     tl.store(out_ptr + row * D + d, (acc / l).to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-def block_keys(capability: tuple[int, int], itemsize: int) -> tuple[int, int]:
-    """Keys per block and pipeline stages; the same for all T on one card."""
-    if itemsize == 4:
-        return 32, 2
-    return (64, 1) if capability < (8, 0) else (64, 2)
-
-
 def attention_triton(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -213,17 +204,19 @@ def attention_triton(
     if spread:
         parts = q.new_empty(splits, tokens, num_heads, head_dim, dtype=torch.float32)
         stats = q.new_empty(splits, tokens, num_heads, 2, dtype=torch.float32)
-    keys, stages = block_keys(capability_of(q), q.element_size())
-    grid = (triton.cdiv(tokens * group, BLOCK_ROWS), heads_k, splits if spread else 1)
+    config = attention_tile(capability_of(q), q.dtype)
+    grid = (triton.cdiv(tokens * group, config.rows), heads_k, splits if spread else 1)
     _attention_kernel[grid](
         q, k_cache, v_cache, parts, stats, tokens, start, window or 0, head_dim**-0.5 * LOG2_E,
         HEADS_K=heads_k, GROUP=group, D=head_dim, WINDOWED=window is not None, SPREAD=spread,
-        SPLIT=SPLIT, BLOCK_ROWS=BLOCK_ROWS, BLOCK_KEYS=keys,
-        BLOCK_D=triton.next_power_of_2(head_dim), num_warps=WARPS, num_stages=stages,
+        SPLIT=SPLIT, BLOCK_ROWS=config.rows, BLOCK_KEYS=config.keys,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
     )  # fmt: skip
     if spread:
         _merge_kernel[(tokens * num_heads,)](
             parts, stats, out, tokens * num_heads, splits,
-            D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), UNROLL=8, num_warps=1,
+            D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), UNROLL=8,
+            num_warps=1, enable_fp_fusion=True,
         )  # fmt: skip
     return out

@@ -65,9 +65,28 @@ _HOPPER: _Table = _FP32 | {  # 9.0
     },
 }
 
-_TURING: _Table = _FP32 | {  # 7.5: no asynchronous copies, so nothing to pipeline
-    (gated, 2): {t: Tile(64, 64, t, 4, 2) for t in (16, 32, 64)} for gated in (True, False)
+_TURING: _Table = _FP32 | {  # 7.5: Triton has no matrix instruction and no asynchronous copy for it
+    (gated, 2): {t: Tile(32, 32, t, 4, 2) for t in (16, 32)} for gated in (True, False)
 }
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTile:
+    """Rows (tokens x heads of a group) by keys of one step of `attention_triton`; one for all T."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def attention_tile(capability: tuple[int, int], dtype: torch.dtype) -> AttentionTile:
+    """The tile of every attention launch on this card. On 9.0 it is tall enough for wgmma."""
+    if dtype.itemsize == 4:
+        return AttentionTile(16, 32, 8, 2)
+    if capability < (8, 0):
+        return AttentionTile(16, 32, 4, 2)
+    return AttentionTile(64, 64, 4, 2) if capability[0] == 9 else AttentionTile(32, 64, 4, 2)
 
 
 def tile(capability: tuple[int, int], dtype: torch.dtype, gated: bool, columns: int) -> Tile:

@@ -177,7 +177,9 @@ def combine_triton(partial: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
     tokens, choices, hidden = partial.shape
     out = partial.new_empty(tokens, hidden)
     grid = (tokens, triton.cdiv(hidden, COMBINE_BLOCK))
-    _combine_kernel[grid](partial, weights, out, hidden, choices, COMBINE_BLOCK, num_warps=4)
+    _combine_kernel[grid](
+        partial, weights, out, hidden, choices, COMBINE_BLOCK, num_warps=4, enable_fp_fusion=True
+    )
     return out
 
 
@@ -206,7 +208,15 @@ def _launch(
         order = experts.new_empty(lines, tokens)
         counts = experts.new_empty(lines)
         _order_kernel[(lines,)](
-            experts, use, order, counts, tokens * choices, tokens, ORDER_BLOCK, num_warps=4
+            experts,
+            use,
+            order,
+            counts,
+            tokens * choices,
+            tokens,
+            ORDER_BLOCK,
+            num_warps=4,
+            enable_fp_fusion=True,
         )
     n, k = out.shape[-1], x.shape[-1]
     grid = (triton.cdiv(tokens, config.t) if listed else 1, triton.cdiv(n, config.n), lines)
@@ -215,5 +225,5 @@ def _launch(
         N=n, K=k, CHOICES=choices, FIRST=first, UP=up, WEIGHT=TRITON_DTYPES[layout.dtype],
         GATED=gated, LISTED=listed, BLOCK_N=config.n, BLOCK_K=config.k, BLOCK_T=config.t,
         BLOCK_C=triton.next_power_of_2(choices),
-        num_warps=config.warps, num_stages=config.stages,
+        num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
     )  # fmt: skip

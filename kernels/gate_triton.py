@@ -64,6 +64,6 @@ def gate_topk_triton(
         _gate_topk_kernel[(tokens,)](
             x, router, weights, experts,
             E=num_experts, H=hidden, CHOICES=k, BLOCK_E=block_e, BLOCK_H=max(16, TILE // block_e),
-            BLOCK_C=triton.next_power_of_2(k), num_warps=4,
+            BLOCK_C=triton.next_power_of_2(k), num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     return weights, experts

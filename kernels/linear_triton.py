@@ -117,11 +117,12 @@ def linear_triton(
         x, weight, x if bias is None else bias, parts, tokens,
         N=n, K=k, SEGMENT=segment, SEGMENTS=segments, SPREAD=spread, BIAS=bias is not None,
         BLOCK_N=config.n, BLOCK_K=config.k, BLOCK_T=config.t,
-        num_warps=config.warps, num_stages=config.stages,
+        num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
     )  # fmt: skip
     if spread:
         _sum_kernel[tokens, triton.cdiv(n, SUM_BLOCK)](
             parts, x if bias is None else bias, out, tokens,
-            N=n, SEGMENTS=segments, BIAS=bias is not None, BLOCK=SUM_BLOCK, num_warps=4,
+            N=n, SEGMENTS=segments, BIAS=bias is not None, BLOCK=SUM_BLOCK,
+            num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     return out

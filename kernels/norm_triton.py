@@ -30,6 +30,13 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
     block = triton.next_power_of_2(hidden)
     if tokens:
         _rms_norm_kernel[(tokens,)](
-            x, weight, out, eps, H=hidden, BLOCK=block, num_warps=8 if block > 2048 else 4
+            x,
+            weight,
+            out,
+            eps,
+            H=hidden,
+            BLOCK=block,
+            num_warps=8 if block > 2048 else 4,
+            enable_fp_fusion=True,
         )
     return out

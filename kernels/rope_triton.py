@@ -60,6 +60,6 @@ def rope_triton(
             q, k, cos, sin, q_out, k_out,
             HEADS_Q=q.shape[1], HEADS_K=k.shape[1], HALF=half,
             BLOCK_Q=triton.next_power_of_2(q.shape[1]), BLOCK_K=triton.next_power_of_2(k.shape[1]),
-            BLOCK_D=triton.next_power_of_2(half), num_warps=4,
+            BLOCK_D=triton.next_power_of_2(half), num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     return q_out, k_out

@@ -1,0 +1,109 @@
+"""Attention against the KV cache: reference and kernel against the definition, and bits of rows."""
+
+import mmap
+
+import pytest
+import torch
+
+from spmoe_lite.kernels.attention import attention, attention_reference
+from spmoe_lite.kernels.attention_triton import SPLIT, attention_triton
+
+SHAPES = [  # tokens, start, query heads, KV heads, head size, window
+    (1, 0, 4, 2, 64, None),
+    (1, SPLIT + 40, 4, 2, 64, None),
+    (5, SPLIT - 2, 6, 2, 80, None),
+    (4, 2 * SPLIT + 88, 3, 1, 96, 100),
+    (3, 2 * SPLIT - 1, 2, 2, 128, SPLIT + 1),
+    (40, 0, 4, 2, 64, None),
+    (40, 0, 4, 2, 64, 7),
+    (40, 300, 4, 1, 64, 37),
+    (33, 250, 2, 2, 16, 300),
+]
+
+
+def definition(q, k_cache, v_cache, start, window):
+    """softmax(q K^T / sqrt(D)) V over the keys each row may see, in fp64."""
+    q, k, v = q.double().cpu(), k_cache.double().cpu(), v_cache.double().cpu()
+    group = q.shape[1] // k.shape[1]
+    out = torch.empty_like(q)
+    for i in range(len(q)):
+        position = start + i
+        first = 0 if window is None else max(0, position - window + 1)
+        for head in range(q.shape[1]):
+            keys = k[first : position + 1, head // group]
+            p = torch.softmax(keys @ q[i, head] / q.shape[2] ** 0.5, dim=0)
+            out[i, head] = p @ v[first : position + 1, head // group]
+    return out
+
+
+def make(tokens, start, heads, heads_kv, head_dim, dtype, device):
+    """Random q and caches; rows that hold no key yet are NaN."""
+    generator = torch.Generator().manual_seed(start + tokens)
+    stored = start + tokens
+    q = torch.randn(tokens, heads, head_dim, generator=generator)
+    k = torch.randn(stored + 7, heads_kv, head_dim, generator=generator)
+    v = torch.randn(stored + 7, heads_kv, head_dim, generator=generator)
+    k[stored:], v[stored:] = float("nan"), float("nan")
+    return (t.to(device, dtype) for t in (q, k, v))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernel_matches_the_definition(dtype, shape, device):
+    *sizes, window = shape
+    q, k, v = make(*sizes, dtype, device)
+    got = attention_triton(q, k, v, sizes[1], window).double().cpu()
+    tolerance = 2e-6 if dtype == torch.float32 else 3e-3
+    torch.testing.assert_close(
+        got, definition(q, k, v, sizes[1], window), rtol=tolerance, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_reference_matches_the_definition(dtype, shape):
+    *sizes, window = shape
+    q, k, v = make(*sizes, dtype, "cpu")
+    got = attention(q, k, v, sizes[1], window)
+    assert got.is_contiguous() and got.dtype == dtype
+    tolerance = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(
+        got.double(), definition(q, k, v, sizes[1], window), rtol=tolerance, atol=tolerance
+    )
+
+
+def test_kind_k_a_cache_beyond_2_31_elements(device):
+    """O32: the window leads to the last rows of a cache whose other pages nobody touches."""
+    row, window = 8 * 128, 50
+    start = (1 << 31) // row + 100
+    size = (start + 8) * row * 2
+    if device == "cpu":
+        caches = [torch.frombuffer(mmap.mmap(-1, size), dtype=torch.float16) for _ in "kv"]
+    else:
+        caches = [torch.empty(size // 2, dtype=torch.float16, device=device) for _ in "kv"]
+    k, v = (cache.view(-1, 8, 128) for cache in caches)
+    for cache in (k, v):
+        cache[start - window :] = torch.randn(window + 8, 8, 128).to(device, torch.float16)
+    q = torch.randn(3, 8, 128).to(device, torch.float16)
+    want = (
+        attention_reference(q.cpu(), k.cpu(), v.cpu(), start, window) if device == "cpu" else None
+    )
+    got = attention_triton(q, k, v, start, window)
+    near = slice(start - window, start + 8)
+    moved = attention_triton(q, k[near].contiguous(), v[near].contiguous(), window, window)
+    torch.testing.assert_close(got, moved, rtol=3e-3, atol=3e-3)
+    if want is not None:
+        torch.testing.assert_close(got, want, rtol=3e-3, atol=3e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_row_bits_do_not_depend_on_chunk_or_draft_length(dtype, head_dim, window):
+    q, k, v = make(700, 0, 8, 2, head_dim, dtype, "cuda")
+    whole = attention(q, k, v, 0, window)
+    for tokens in [*range(1, 33), 33, 64, 200]:
+        start = (tokens * 53) % (700 - tokens)
+        got = attention(q[start : start + tokens], k, v, start, window)
+        assert torch.equal(got, whole[start : start + tokens]), (tokens, start)

@@ -1,0 +1,89 @@
+"""Dense product, RMS norm and rotary embedding: kernel and reference against fp64."""
+
+import pytest
+import torch
+
+from spmoe_lite.kernels.linear import linear, linear_reference
+from spmoe_lite.kernels.linear_triton import linear_triton, segment_of
+from spmoe_lite.kernels.norm import rms_norm_reference
+from spmoe_lite.kernels.norm_triton import rms_norm_triton
+from spmoe_lite.kernels.rope import rope_reference
+from spmoe_lite.kernels.rope_triton import rope_triton
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
+    error = (got.double() - want).abs().max()
+    assert error <= TOLERANCE[got.dtype] * want.abs().max(), float(error)
+
+
+# 300 is no multiple of any tile; 264 and 600 in more than one K segment
+SHAPES = [(1, 72, 64), (5, 100, 264), (9, 300, 600), (40, 64, 264), (130, 33, 300), (0, 8, 8)]
+
+
+@pytest.mark.parametrize("tokens, n, k", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_linear_kernel(dtype, tokens, n, k, device):
+    x, w = torch.randn(tokens, k).to(device, dtype), torch.randn(n, k).to(device, dtype) * 0.1
+    b = torch.randn(n).to(device, dtype)
+    y = linear_triton(x, w, b)
+    assert y.shape == (tokens, n) and y.dtype == dtype
+    if tokens:
+        assert_near(linear_triton(x, w), x.double() @ w.double().T)
+        assert_near(y, x.double() @ w.double().T + b.double())
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 9, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_linear_reference(dtype, tokens):
+    x, w = torch.randn(tokens, 256).to(dtype), torch.randn(300, 256).to(dtype) * 0.1
+    b = torch.randn(300).to(dtype)
+    for bias in (None, b):
+        y = linear_reference(x, w, bias)
+        assert y.is_contiguous() and y.dtype == dtype
+        assert_near(y, x.double() @ w.double().T + (0 if bias is None else bias.double()))
+
+
+def test_linear_segments_cover_k_exactly_once():
+    for n, k in ((8, 8), (576, 576), (4096, 4096), (14336, 4096), (1024, 4096), (32000, 4100)):
+        length, count = segment_of(n, k, 64)
+        assert length % 128 == 0 and (count - 1) * length < k <= count * length
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n, k", [(4096, 1024), (1000, 2056), (320, 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_linear_row_bits_do_not_depend_on_the_other_rows(dtype, n, k):
+    x, w = torch.randn(300, k).to("cuda", dtype), torch.randn(n, k).to("cuda", dtype)
+    whole = linear(x, w)
+    for tokens in [*range(1, 33), 33, 64, 129]:
+        assert torch.equal(linear(x[tokens : 2 * tokens], w), whole[tokens : 2 * tokens]), tokens
+
+
+@pytest.mark.parametrize("norm", [rms_norm_triton, rms_norm_reference])
+@pytest.mark.parametrize("tokens, hidden", [(1, 64), (5, 576), (3, 33)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rms_norm(norm, dtype, tokens, hidden, device):
+    x, weight = torch.randn(tokens, hidden).to(device, dtype), torch.randn(hidden).to(device, dtype)
+    wide = x.double()
+    want = wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
+    got = norm(x, weight, 1e-5)
+    assert got.dtype == dtype
+    assert_near(got, want)
+
+
+@pytest.mark.parametrize("rope", [rope_triton, rope_reference])
+@pytest.mark.parametrize(
+    "tokens, heads, heads_kv, head_dim", [(1, 4, 2, 64), (5, 9, 3, 80), (3, 1, 1, 6)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rope_is_a_rotation_of_lane_pairs(rope, dtype, tokens, heads, heads_kv, head_dim, device):
+    q = torch.randn(tokens, heads, head_dim).to(device, dtype)
+    k = torch.randn(tokens, heads_kv, head_dim).to(device, dtype)
+    angle = torch.randn(tokens, head_dim // 2, device=device) * 3
+    for got, x in zip(rope(q, k, angle.cos(), angle.sin()), (q, k), strict=True):
+        low, high = x.double().chunk(2, dim=-1)
+        turned = torch.complex(low, high) * torch.exp(1j * angle.double())[:, None]
+        assert got.dtype == dtype and got.shape == x.shape
+        assert_near(got, torch.cat((turned.real, turned.imag), dim=-1))
