@@ -18,14 +18,13 @@ import torch
 
 from spmoe_lite.config import ModelConfig
 from spmoe_lite.converters import llama, mistral, mixtral
-from spmoe_lite.converters.source import Piece, Source, SourceTensor, TensorFiles
+from spmoe_lite.converters.source import BLOCK_BYTES, Piece, Source, SourceTensor, TensorFiles
 from spmoe_lite.errors import DamagedError, UnsupportedError
 from spmoe_lite.manifest import dense_shapes
 from spmoe_lite.pack import TORCH_DTYPES
 
 FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": mistral, "mixtral": mixtral}
 HEAD = "lm_head.weight"
-BLOCK_BYTES = 8 << 20  # read, checked and cast at a time; stays in the processor's cache
 DECODED_BYTES = (
     256 << 20
 )  # the same of a source that must decode, perhaps more than the rows asked for

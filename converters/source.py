@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, BinaryIO, NoReturn, Protocol
 
 import torch
 
@@ -51,6 +51,7 @@ SINGLE = "model.safetensors"
 PART = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 MAX_HEADER_BYTES = 100 << 20  # the safetensors library's own limit
 MAX_TEXT_BYTES = 64 << 20
+BLOCK_BYTES = 8 << 20  # read, checked and cast at a time; stays in the processor's cache
 SAMPLES, SAMPLE_BYTES = 32, 32 << 10  # of each weight file, for the fingerprint
 
 # safetensors dtype: (our name or None if we do not convert it, bytes per element)
@@ -160,7 +161,7 @@ class TensorFiles:
         if out is None:
             out = torch.empty(shape, dtype=dtype)
         assert out.shape == shape and out.dtype == dtype and out.is_contiguous()
-        self._read_into(tensor.file, memoryview(out.reshape(-1).view(torch.uint8).numpy()), start)
+        self._read_into(tensor.file, out.reshape(-1).view(torch.uint8).numpy().data, start)
         return out
 
     def close(self) -> None:
@@ -223,13 +224,13 @@ class Checkpoint(TensorFiles):
         self.config = self._json("config.json")
         generation = "generation_config.json"
         self.generation_config = self._json(generation) if generation in sizes else None
-        self._weight_map: dict[str, str] | None = None
+        self._weight_map: dict[str, str] = {}  # tensor: file, if there is an index
         self.weight_files = self._choose_files()
         self.ignored = sorted(
             name for name in sizes if name not in self.weight_files and name.endswith(_WEIGHTS)
         )
         self._header_hashes: dict[str, str] = {}
-        for name, file in (self._weight_map or {}).items():
+        for name, file in self._weight_map.items():
             self.tensors[name] = SourceTensor("", (), file, known=False)
         if arrived:
             self.load_headers(self.weight_files)
@@ -253,17 +254,16 @@ class Checkpoint(TensorFiles):
             header, self._header_hashes[file] = self._read_header(file)
             for name, tensor in header.items():
                 self._add(file, name, tensor)
-            if self._weight_map is not None:
-                for name, where in self._weight_map.items():
-                    if where == file and name not in header:
-                        raise DamagedError(
-                            f"{self.label}: {INDEX} places {name} in {file}, which does not hold "
-                            f"it; download both again"
-                        )
+            for name, where in self._weight_map.items():
+                if where == file and name not in header:
+                    raise DamagedError(
+                        f"{self.label}: {INDEX} places {name} in {file}, which does not hold it; "
+                        f"download both again"
+                    )
 
     def _add(self, file: str, name: str, tensor: SourceTensor) -> None:
         """With an index only what it lists counts; without one a name may come once."""
-        if self._weight_map is not None:
+        if self._weight_map:
             if self._weight_map.get(name) != file:
                 log.warning(
                     "%s: %s in %s is not read: the index has it elsewhere or not at all",
@@ -422,7 +422,7 @@ class Checkpoint(TensorFiles):
             raise disk_error(error, path, "read") from error
 
 
-def read_at(file: FileIO, buffer: memoryview, start: int) -> int:
+def read_at(file: BinaryIO, buffer: memoryview, start: int) -> int:
     """Fill `buffer` from byte `start` on; returns how many bytes there were."""
     done = 0
     while done < len(buffer):
@@ -430,7 +430,9 @@ def read_at(file: FileIO, buffer: memoryview, start: int) -> int:
             count = os.preadv(file.fileno(), [buffer[done:]], start + done)
         else:
             file.seek(start + done)
-            count = file.readinto(buffer[done:])
+            data = file.read(min(len(buffer) - done, BLOCK_BYTES))
+            count = len(data)
+            buffer[done : done + count] = data
         if not count:
             break
         done += count
