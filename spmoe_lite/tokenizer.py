@@ -379,19 +379,21 @@ class _Rules:
         changes = self.after if self.byte_fallback else self.before
         if kind == "Fuse":
             return True
+        if kind == "Strip" and step["stop"]:
+            return False
         if kind == "Strip" and fused:
             self.strip_start.append((step["content"], step["start"]))
-            return step["stop"] == 0
+            return True
         if fused:
             return False
         if kind == "ByteLevel" and not self.byte_fallback:
             self.byte_level = True
         elif kind == "ByteFallback" and not self.byte_fallback:
             self.byte_fallback = True
-        elif kind == "Replace" and "String" in step["pattern"]:
+        elif kind == "Replace" and step["pattern"].get("String"):
             changes.append(_replacing(step["pattern"]["String"], step["content"]))
         elif kind == "Strip":
-            changes.append(_stripping(step["content"], step["start"], step["stop"]))
+            changes.append(_stripping(step["content"], step["start"]))
         elif kind == "Metaspace" and not self.byte_fallback:
             changes.append(_metaspace(step["replacement"], step.get("prepend_scheme", "always")))
         else:
@@ -400,18 +402,15 @@ class _Rules:
 
 
 def _replacing(old: str, new: str) -> Change:
-    return lambda piece, first: piece.replace(old, new) if old else piece
+    return lambda piece, first: piece.replace(old, new)
 
 
-def _stripping(character: str, start: int, stop: int) -> Change:
+def _stripping(character: str, start: int) -> Change:
     def strip(piece: str, first: bool) -> str:
         left = 0
         while left < min(start, len(piece)) and piece[left] == character:
             left += 1
-        right = len(piece)
-        while right > len(piece) - stop and right > left and piece[right - 1] == character:
-            right -= 1
-        return piece[left:right]
+        return piece[left:]
 
     return strip
 
@@ -455,6 +454,7 @@ def _read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, list[str | None]]
     """The library's object and its pieces by id. DamagedError for anything that is not a tokenizer."""
     data = _read_bytes(path)
     content = _parse_json(data, path)
+    _check_sections(content, path)
     inner = _guard(lambda: tokenizers.Tokenizer.from_str(data.decode("utf-8")), path)
     pieces = _pieces(content, inner, path)
     inner.no_truncation()  # both are left in files by accident and would cut or pad every prompt
@@ -462,6 +462,35 @@ def _read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, list[str | None]]
     if getattr(inner.model, "dropout", None):
         inner.model.dropout = None
     return inner, pieces
+
+
+def _check_sections(content: dict[str, Any], path: Path) -> None:
+    """Refuse what the library reads but panics on later; a panic also writes to stderr."""
+    processors = [content.get("post_processor")]
+    for processor in processors:
+        if not isinstance(processor, dict):
+            continue
+        if isinstance(processor.get("processors"), list):
+            processors.extend(processor["processors"])
+        known = processor.get("special_tokens")
+        for part in (*_list_of(processor, "single"), *_list_of(processor, "pair")):
+            special = part.get("SpecialToken") if isinstance(part, dict) else None
+            name = special.get("id") if isinstance(special, dict) else None
+            if isinstance(name, str) and not (isinstance(known, dict) and name in known):
+                raise DamagedError(
+                    f"{path}: its post-processor uses the token {name!r} and does not define it; "
+                    f"fetch the file again"
+                )
+    model = content.get("model")
+    if isinstance(model, dict) and model.get("continuing_subword_prefix"):
+        raise UnsupportedError(
+            f"{path.name} marks pieces inside a word by a prefix, as BERT does; not supported"
+        )
+
+
+def _list_of(holder: dict[str, Any], key: str) -> list[Any]:
+    value = holder.get(key)
+    return value if isinstance(value, list) else []
 
 
 def _pieces(content: dict[str, Any], inner: tokenizers.Tokenizer, path: Path) -> list[str | None]:
