@@ -42,7 +42,9 @@ from spmoe_lite.converters.gguf_file import (
 from spmoe_lite.converters.gguf_tokenizer import tokenizer_files
 from spmoe_lite.converters.source import SourceTensor
 from spmoe_lite.errors import DamagedError, NotFoundError, UnsupportedError
+from spmoe_lite.manifest import naming
 
+MAX_EXPERTS = 4096
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 _TOP = {
@@ -104,11 +106,9 @@ class _Part:
 
 def is_gguf(path: Path) -> bool:
     """True if `path` is a file that begins with the magic of GGUF, or is named `*.gguf`."""
-    if not path.is_file():
-        return False
-    if path.suffix.lower() == ".gguf":
-        return True
-    with path.open("rb") as handle:
+    if not path.is_file() or path.suffix.lower() == ".gguf":
+        return path.is_file()
+    with naming(path, "read"), path.open("rb") as handle:
         return handle.read(4) == MAGIC
 
 
@@ -127,10 +127,11 @@ class GgufCheckpoint:
         if not self.path.is_file():
             raise NotFoundError(f"{self.path}: no such file")
         headers = [read_header(part) for part in split_parts(self.path)]
-        metadata = headers[0].metadata
-        if len(headers) == 1 and metadata.get("split.count", 1) != 1:
+        self._meta = Metadata(headers[0].metadata, self.label)
+        count = self._meta.get("split.count", int, 1)
+        if len(headers) == 1 and count > 1:
             raise UnsupportedError(
-                f"{self.label}: one of {metadata['split.count']} parts of a split model; give the "
+                f"{self.label}: one of {count} parts of a split model; give the "
                 f"parts their names MODEL-00001-of-00003.gguf back, or merge them with "
                 f"llama-gguf-split"
             )
@@ -141,7 +142,6 @@ class GgufCheckpoint:
                 if name in self.gguf_tensors:
                     raise DamagedError(f"{self.label}: tensor {name} is in two parts")
                 self.gguf_tensors[name] = tensor
-        self._meta = Metadata(metadata, self.label)
         self.config: dict[str, Any] = _config(self._meta, self.gguf_tensors)
         self.generation_config: dict[str, Any] | None = _generation_config(self._meta)
         self._parts = _name_parts(self.gguf_tensors, self.config, self.label)
@@ -158,7 +158,7 @@ class GgufCheckpoint:
         digest = hashlib.sha256()
         for header in self._headers:
             digest.update(header.sha256)
-            with header.path.open("rb") as handle:
+            with naming(header.path, "read"), header.path.open("rb") as handle:
                 for tensor in header.tensors.values():
                     handle.seek(tensor.offset)
                     digest.update(handle.read(min(tensor.size, 4096)))
@@ -231,11 +231,12 @@ def _config(meta: Metadata, tensors: dict[str, GgufTensor]) -> dict[str, Any]:
     arch = meta.need("general.architecture", str)
     if arch != "llama":
         raise UnsupportedError(
-            f"{meta.file}: architecture {arch!r} is not supported; Llama, Mistral and Mixtral "
+            f"{meta.file}: architecture {arch!r:.40} is not supported; Llama, Mistral and Mixtral "
             f"models (architecture 'llama') are"
         )
     for key, neutral in _NEUTRAL.items():
-        if (value := meta.values.get(f"llama.{key}", neutral)) != neutral:
+        value = meta.get(f"llama.{key}", type(neutral), neutral)
+        if value != neutral:
             raise UnsupportedError(f"{meta.file}: llama.{key} = {value} is not supported")
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -245,6 +246,8 @@ def _config(meta: Metadata, tensors: dict[str, GgufTensor]) -> dict[str, Any]:
     heads = meta.per_layer("llama.attention.head_count")
     kv_heads = meta.per_layer("llama.attention.head_count_kv", heads)
     experts = meta.get("llama.expert_count", int, 0)
+    if not 0 <= experts <= MAX_EXPERTS:
+        raise DamagedError(f"{meta.file}: llama.expert_count is {experts}")
     window = meta.get("llama.attention.sliding_window", int, 0)
     width = meta.per_layer("llama.feed_forward_length")
     if experts:
@@ -307,7 +310,7 @@ def _rope_scaling(
         linear = kind != "none" and factor not in (0.0, 1.0)
         return {"rope_type": "linear", "factor": _short(factor)} if linear else None
     raise UnsupportedError(
-        f"{meta.file}: rope scaling {kind!r} is not supported; linear and llama3 are"
+        f"{meta.file}: rope scaling {kind!r:.40} is not supported; linear and llama3 are"
     )
 
 

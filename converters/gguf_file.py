@@ -27,12 +27,13 @@ from gguf.quants import dequantize
 
 from spmoe_lite.converters.source import read_at
 from spmoe_lite.errors import DamagedError, NotFoundError, UnsupportedError
-from spmoe_lite.manifest import disk_error
+from spmoe_lite.manifest import naming
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 256 << 20  # the largest published vocabularies need 20 MB
 MAX_COUNT = 1 << 22  # entries of one array, tensors, metadata keys
+MAX_NAME = 256  # characters of a tensor's name or a metadata key
 CHUNK_BYTES = 4 << 20  # of the file, turned into fp32 at a time
 
 KINDS = frozenset(
@@ -176,6 +177,13 @@ class _Cursor:
         except UnicodeDecodeError:
             raise DamagedError(f"{self.file}: {what} at byte {start} is not UTF-8") from None
 
+    def name(self, what: str) -> str:
+        """The name of a key or tensor, short and printable, since messages quote it."""
+        name = self.text(what)
+        if len(name) > MAX_NAME or not name.isprintable():
+            raise DamagedError(f"{self.file}: {what} at byte {self.at} is {name!r:.60}")
+        return name
+
     def value(self, key: str) -> Any:
         kind = self.number("I", key)
         if kind == _STRING:
@@ -218,8 +226,8 @@ def split_parts(path: Path) -> list[Path]:
 
 def read_header(path: Path) -> Header:
     """Metadata and tensor records of one file, everything held against its size."""
-    size = path.stat().st_size
-    with path.open("rb", buffering=1 << 20) as handle:
+    with naming(path, "read"), path.open("rb", buffering=1 << 20) as handle:
+        size = path.stat().st_size
         cursor = _Cursor(handle, size, path.name)
         if size < 4 or cursor.take(4, "magic") != MAGIC:
             raise DamagedError(f"{path.name}: not a GGUF file (it does not begin with GGUF)")
@@ -235,21 +243,26 @@ def read_header(path: Path) -> Header:
         tensor_count = cursor.count(24, "tensor count")
         metadata: dict[str, Any] = {}
         for _ in range(cursor.count(13, "metadata count")):
-            key = cursor.text("metadata key")
+            key = cursor.name("metadata key")
             if key in metadata:
                 raise DamagedError(f"{path.name}: metadata {key} is given twice")
             metadata[key] = cursor.value(key)
         records = [_tensor_record(cursor) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", 32)
-    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        raise DamagedError(f"{path.name}: alignment {alignment} is not a power of two")
+    if (
+        type(alignment) is not int
+        or alignment > 1 << 20
+        or alignment < 1
+        or alignment & (alignment - 1)
+    ):
+        raise DamagedError(f"{path.name}: alignment {alignment!r:.40} is not a small power of two")
     start = -(-cursor.at // alignment) * alignment
     tensors = _place_tensors(path, records, start, size)
     return Header(path, size, cursor.digest.digest(), metadata, tensors)
 
 
 def _tensor_record(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    name = cursor.text("tensor name")
+    name = cursor.name("tensor name")
     dims = cursor.number("I", name)
     if not 1 <= dims <= 4:
         raise DamagedError(f"{cursor.file}: tensor {name} has {dims} dimensions")
@@ -300,21 +313,19 @@ def _place_tensors(
 def read_rows(tensor: GgufTensor, row: int, out: torch.Tensor) -> None:
     """Fill `out` [rows, columns], contiguous, from row `row` of `tensor` on (leading dimensions
     flattened)."""
-    try:
-        with tensor.path.open("rb", buffering=0) as handle:
-            if tensor.kind in PLAIN:
-                _fill(handle, tensor, row, out.view(-1).view(torch.uint8).numpy())
-                return
-            step = max(1, CHUNK_BYTES // tensor.row_bytes)
-            packed = np.empty((min(step, len(out)), tensor.row_bytes), np.uint8)
-            for at in range(0, len(out), step):
-                chunk = packed[: min(step, len(out) - at)]
-                _fill(handle, tensor, row + at, chunk.reshape(-1))
-                out[at : at + len(chunk)] = torch.from_numpy(dequantize(chunk, tensor.kind))
-    except OSError as error:
-        raise disk_error(error, tensor.path, "read") from error
+    with naming(tensor.path, "read"), tensor.path.open("rb", buffering=0) as handle:
+        if tensor.kind in PLAIN:
+            _fill(handle, tensor, row, out.view(-1).view(torch.uint8).numpy())
+            return
+        step = max(1, CHUNK_BYTES // tensor.row_bytes)
+        packed = np.empty((min(step, len(out)), tensor.row_bytes), np.uint8)
+        for at in range(0, len(out), step):
+            chunk = packed[: min(step, len(out) - at)]
+            _fill(handle, tensor, row + at, chunk.reshape(-1))
+            out[at : at + len(chunk)] = torch.from_numpy(dequantize(chunk, tensor.kind))
 
 
 def _fill(handle: BinaryIO, tensor: GgufTensor, row: int, out: np.ndarray) -> None:
-    if read_at(handle, memoryview(out), tensor.offset + row * tensor.row_bytes) != len(out):
+    view = memoryview(out)  # type: ignore[arg-type]
+    if read_at(handle, view, tensor.offset + row * tensor.row_bytes) != len(out):
         raise DamagedError(f"{tensor.path.name}: ends inside tensor {tensor.name}")

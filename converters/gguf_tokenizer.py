@@ -28,6 +28,7 @@ import numpy as np
 from spmoe_lite.converters.gguf_file import Metadata
 from spmoe_lite.errors import DamagedError, UnsupportedError
 
+MAX_MERGES = 1 << 22  # a vocabulary of 256000 pieces needs a million
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 # The splitting expressions of the models' own tokenizer.json files, and GPT-2's.
@@ -83,7 +84,7 @@ def tokenizer_files(meta: Metadata, context: int) -> dict[str, bytes]:
         raise UnsupportedError(f"{meta.file}: holds no tokenizer; fetch a complete file")
     if kind not in ("gpt2", "llama"):
         raise UnsupportedError(
-            f"{meta.file}: tokenizer kind {kind!r} is not supported; 'gpt2' and 'llama' are"
+            f"{meta.file}: tokenizer kind {kind!r:.40} is not supported; 'gpt2' and 'llama' are"
         )
     vocabulary = _Vocabulary(meta)
     build = _byte_level if kind == "gpt2" else _sentencepiece
@@ -170,7 +171,7 @@ def _byte_level(meta: Metadata, vocabulary: _Vocabulary) -> tuple[dict[str, Any]
     pre = meta.get("tokenizer.ggml.pre", str, "default")
     if pre not in PRE_TOKENIZERS:
         raise UnsupportedError(
-            f"{meta.file}: pre-tokenizer {pre!r} is not known; known are "
+            f"{meta.file}: pre-tokenizer {pre!r:.40} is not known; known are "
             f"{', '.join(sorted(PRE_TOKENIZERS))}"
         )
     steps, differences = PRE_TOKENIZERS[pre]
@@ -178,7 +179,7 @@ def _byte_level(meta: Metadata, vocabulary: _Vocabulary) -> tuple[dict[str, Any]
     for merge in meta.need("tokenizer.ggml.merges", list):
         left, space, right = merge.partition(" ")
         if not (space and left in vocabulary.ids and right in vocabulary.ids):
-            raise DamagedError(f"{meta.file}: merge {merge!r} does not join two tokens")
+            raise DamagedError(f"{meta.file}: merge {merge!r:.80} does not join two tokens")
         merges.append([left, right])
     model = {
         "type": "BPE",
@@ -254,6 +255,10 @@ def _merges_of_scores(vocabulary: _Vocabulary, scores: list[float]) -> list[list
             left, right = pieces.get(piece[:cut]), pieces.get(piece[cut:])
             if left is not None and right is not None:
                 ranked.append((-scores[i], i, left, right))
+        if len(ranked) > MAX_MERGES:
+            raise DamagedError(
+                f"{vocabulary.meta.file}: its {len(pieces)} pieces join in over {MAX_MERGES} ways"
+            )
     ranked.sort()
     return [[vocabulary.tokens[left], vocabulary.tokens[right]] for _, _, left, right in ranked]
 

@@ -127,16 +127,20 @@ def _is_there(pack: Path, source: str) -> bool:
     """Whether `pack` is complete and the demo's; another pack of that name is not replaced."""
     if not (pack / MANIFEST).is_file():
         return False
-    manifest = read_manifest(pack)
+    name = pack.name.removesuffix(".spmoe")
+    try:
+        manifest = read_manifest(pack)
+        Pack.open(pack).close()
+    except (DamagedError, UnsupportedError) as error:
+        again = f"the demo makes it again after spmoe-lite rm {name}"
+        raise type(error)(f"{error} ({again})") from error
     found = manifest.raw["source"]
     made = {Upcycled.id: Upcycled.revision}.get(source)
     if (found.get("id"), found.get("revision")) != (source, made) or manifest.dense_dtype != "fp32":
-        name = pack.name.removesuffix(".spmoe")
         raise UsageError(
             f"{pack} is not the demo's (made of {found.get('id')!s:.80}); remove it first: "
             f"spmoe-lite rm {name}"
         )
-    Pack.open(pack).close()
     return True
 
 

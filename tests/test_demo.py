@@ -211,6 +211,14 @@ def test_packs_of_that_name_that_are_not_the_demos_stay(tmp_path, as_demo):
     assert read_manifest(tmp_path / "demo.spmoe").raw == before
 
 
+def test_a_damaged_pack_says_how_to_make_it_again(tmp_path, as_demo):
+    target, _ = demo.prepare(tmp_path, as_demo)
+    file = target / "experts" / "layer-001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(DamagedError, match="layer-001.*rm demo"):
+        demo.prepare(tmp_path, as_demo)
+
+
 def test_two_at_once_do_not_mix(tmp_path, as_demo):
     work = tmp_path / "demo.work"
     work.mkdir()

@@ -341,6 +341,14 @@ def test_tensors_of_other_models_are_refused(tmp_path):
         opened(tmp_path, extra=extra)
 
 
+def test_numbers_of_the_wrong_shape_are_refused(tmp_path):
+    for key in ("split.count", "llama.logit_scale", "llama.expert_count"):
+        with pytest.raises(DamagedError, match=key):
+            opened(tmp_path, metadata={key: [1, 2]})
+    with pytest.raises(DamagedError, match="expert_count"):
+        opened(tmp_path, metadata={"llama.expert_count": 2**31})
+
+
 def test_layers_that_agree_may_be_listed_one_by_one(tmp_path):
     config = opened(tmp_path, metadata={"llama.attention.head_count_kv": [2, 2]}).config
     assert config["num_key_value_heads"] == 2
@@ -426,6 +434,10 @@ LIES = {
     "magic only": b"GGUF",
     "tensor count": raw(HUGE, 0, b""),
     "key count": raw(0, HUGE, b""),
+    "key of two lines": raw(0, 1, kv("a\nb", 99, b"")),
+    "key without end": raw(0, 1, kv("a" * 3000, 0, b"1")),
+    "name of two lines": raw(1, 0, info("t\nu", [0])),
+    "alignment of a gigabyte": raw(0, 1, kv("general.alignment", 4, struct.pack("<I", 1 << 30))),
     "key length": raw(0, 1, struct.pack("<Q", HUGE) + b"abc"),
     "key not utf-8": raw(0, 1, struct.pack("<Q", 3) + b"\xff\xfe\xfd" + struct.pack("<IB", 0, 1)),
     "value type": raw(0, 1, kv("a", 99, b"")),
@@ -527,7 +539,7 @@ def test_altered_files_are_refused_or_read(whole, changes):
         for name in list(source.tensors)[:3]:
             source.read(name)
     except SpmoeError as error:
-        assert "\n" not in str(error)
+        assert "\n" not in str(error) and len(str(error)) < 500
 
 
 def test_a_file_cut_after_opening_is_noticed(tmp_path):
@@ -734,6 +746,7 @@ def test_sentencepiece_model_gives_the_same_ids(tmp_path):
         ({"tokenizer.ggml.merges": ["nospace"]}, "nospace"),
         ({"tokenizer.ggml.merges": ["t zzzz"]}, "zzzz"),
         ({"tokenizer.ggml.merges": ["! !"]}, "cannot be rebuilt"),
+        ({"tokenizer.ggml.merges": ["a\nb" * 99]}, "does not join"),
     ],
 )
 def test_broken_vocabularies_are_refused(tmp_path, keys, word):
