@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +31,7 @@ from spmoe_lite.pack import Pack
 from spmoe_lite.progress import Progress
 from tests import tiny
 
+ROOT = Path(__file__).resolve().parent.parent
 PART_1, PART_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -691,3 +696,39 @@ def test_too_little_room_is_found_before_anything_is_written(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_000_000))
     refused(tmix, tmp_path, CapacityError, "1.0 MB free", "needed")
+
+
+def test_systems_without_preadv_read_the_same(
+    tmix: Path, clean: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "preadv", raising=False)
+    assert fingerprint(convert(tmix, out=tmp_path / "o.spmoe").path) == fingerprint(clean)
+
+
+PEAK = textwrap.dedent("""
+    import json, resource, sys
+    sys.path.insert(0, sys.argv[1])
+    from spmoe_lite.converters import convert
+
+    def peak():
+        kilo = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilo
+
+    before = peak()
+    convert(sys.argv[2], out=sys.argv[3])
+    print(peak() - before)
+""")
+
+
+@pytest.mark.parametrize("spelling", ["w123", "stacked"])
+def test_memory_holds_one_expert_not_the_checkpoint(spelling: str, tmp_path: Path) -> None:
+    pytest.importorskip("resource")
+    source = tiny.tiny_mixtral(
+        tmp_path / "big", hidden=512, intermediate=1024, experts=8, spelling=spelling,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    layer = 8 * 3 * 512 * 1024 * 2
+    assert sum(path.stat().st_size for path in source.glob("*.safetensors")) > 2 * layer
+    command = [sys.executable, "-c", PEAK, str(ROOT), str(source), str(tmp_path / "o.spmoe")]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=100, check=True)
+    assert int(done.stdout) < layer, f"{int(done.stdout)} bytes, a layer has {layer}"
