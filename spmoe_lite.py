@@ -109,7 +109,7 @@ def set_up(extras):
             make_environment(call)
         project = "." + (f"[{','.join(needed[2:])}]" if needed[2:] else "")
         if call(PYTHON, "-m", "pip", "install", "-c", "constraints.txt", "-e", project):
-            say("pip failed, see above; offline, set PIP_NO_INDEX=1 and PIP_FIND_LINKS=FOLDER", 1)
+            say("pip failed, see above; offline: PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER_OF_WHEELS", 1)
         with open(STAMP + ".new", "w", encoding="utf-8") as file:
             file.write(" ".join(needed))
         os.replace(STAMP + ".new", STAMP)

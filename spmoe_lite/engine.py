@@ -21,7 +21,7 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ class Engine:
         template: Path | None = None,
         home: Path | None = None,
         cancel: threading.Event | None = None,
-        on_plan: Any = None,
+        on_plan: Callable[[Plan], object] | None = None,
         on_progress: OnProgress | None = None,
     ) -> Engine:
         """Load packs by path or name.
