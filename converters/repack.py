@@ -55,6 +55,7 @@ from spmoe_lite.manifest import (
     SUFFIX,
     TEXT_FILES,
     layer_file,
+    naming,
     open_listed,
     read_header,
     read_journal,
@@ -366,9 +367,11 @@ def _stated_dtypes(config: ModelConfig, raw: dict[str, Any]) -> tuple[str, str |
 
 def _num_tokens(label: str, texts: dict[str, bytes], config: ModelConfig) -> int:
     """Entries of the tokenizer, which must load and fit the rows of the embeddings."""
-    with tempfile.TemporaryDirectory(prefix="spmoe-") as folder:
-        for name, data in texts.items():
-            (Path(folder) / name).write_bytes(data)
+    with contextlib.ExitStack() as stack:
+        with naming(Path("temporary folder"), "write"):
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="spmoe-"))
+            for name, data in texts.items():
+                (Path(folder) / name).write_bytes(data)
         try:
             return Tokenizer.load(Path(folder), config).num_tokens
         except SpmoeError as error:
@@ -382,7 +385,11 @@ def _is_there(path: Path, identity: dict[str, Any], asked: _Asked) -> bool:
     """
     if not (path / MANIFEST).is_file():
         return False
-    manifest = read_manifest(path)
+    try:
+        manifest = read_manifest(path)
+        Pack.open(path).close()
+    except DamagedError as error:
+        raise DamagedError(f"{error} with --force") from error
     raw, options = manifest.raw, manifest.raw["options"]
     same = raw["source"] == json.loads(json.dumps(identity)) and "repacked_from" not in options
     same = same and manifest.dense_dtype == (asked.dense or options.get("source_dense"))
@@ -396,7 +403,6 @@ def _is_there(path: Path, identity: dict[str, Any], asked: _Asked) -> bool:
             f"{path} was made of other weights or options ({made}); pass --force to replace it, or "
             f"--name for a second pack"
         )
-    Pack.open(path).close()
     with contextlib.suppress(OSError):  # of a run killed after the last rename
         (path / JOURNAL).unlink(missing_ok=True)
     return True

@@ -49,7 +49,8 @@ log = logging.getLogger("spmoe_lite")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PART = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
-MAX_HEADER_BYTES = 100 << 20  # the safetensors library's own limit
+MAX_HEADER_BYTES = 32 << 20  # 200,000 tensors; the largest published headers have a tenth
+MAX_DIMENSIONS = 8
 MAX_TEXT_BYTES = 64 << 20
 BLOCK_BYTES = 8 << 20  # read, checked and cast at a time; stays in the processor's cache
 SAMPLES, SAMPLE_BYTES = 32, 32 << 10  # of each weight file, for the fingerprint
@@ -334,9 +335,9 @@ class Checkpoint(TensorFiles):
         if not isinstance(weight_map, dict) or not weight_map:
             raise DamagedError(f"{self.label}: {INDEX} has no weight_map; download it again")
         for tensor, file in weight_map.items():
-            if not isinstance(file, str) or not _is_plain(file):
+            if not isinstance(file, str) or not _is_plain(file) or not tensor.isprintable():
                 raise DamagedError(
-                    f"{self.label}: {INDEX} places {tensor:.80} in {file!r:.80}, which is not a "
+                    f"{self.label}: {INDEX} places {tensor!r:.80} in {file!r:.80}, which is not a "
                     f"file of this folder"
                 )
             if file not in self.sizes:
@@ -394,8 +395,10 @@ class Checkpoint(TensorFiles):
         try:
             dtype, shape, (begin, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         except (KeyError, TypeError, ValueError):
-            self._damaged(file, f"has a malformed header entry for {name:.80}")
-        if not isinstance(shape, list) or not all(is_whole(n) for n in (*shape, begin, stop)):
+            self._damaged(file, f"has a malformed header entry for {name!r:.80}")
+        if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not name.isprintable():
+            self._damaged(file, f"has a malformed header entry for {name!r:.80}")
+        if not all(is_whole(n) for n in (*shape, begin, stop)):
             self._damaged(file, f"has a malformed header entry for {name:.80}")
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise UnsupportedError(f"{self.label}: {name:.80} in {file} is of type {dtype!r:.20}")
@@ -459,7 +462,10 @@ def confined(folder: Path, name: str) -> Path:
 
 def _is_plain(name: str) -> bool:
     return (
-        name not in ("", ".", "..") and not set(name) & set('/\\:\0"') and Path(name).name == name
+        name not in ("", ".", "..")
+        and name.isprintable()
+        and not set(name) & set('/\\:"')
+        and Path(name).name == name
     )
 
 

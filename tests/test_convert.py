@@ -529,7 +529,8 @@ def test_kind_k_o33_weights_that_are_not_numbers(
 
 
 @pytest.mark.parametrize(
-    "name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "x\\y", 7, None]
+    "name",
+    ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "x\\y", "a\nb", 7, None],
 )
 def test_an_index_cannot_lead_out_of_its_folder(name: Any, tmix: Path, tmp_path: Path) -> None:
     shutil.copy(tmix / PART_2, tmp_path / "secret.safetensors")
@@ -590,6 +591,8 @@ def header(entries: Any, data: bytes = b"", length: int | None = None) -> bytes:
         header({"a": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}, b"1234"),
         header({"a": {"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}}, b"1234"),
         header({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, b"1234"),
+        header({"a": {"dtype": "F32", "shape": [9] * 100_000, "data_offsets": [0, 4]}}, b"1234"),
+        header({"a\nb": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"1234"),
         header({"a": 3}),
         header([1, 2]),
         header(b'{"a": 1, "a": 2}'),

@@ -277,6 +277,17 @@ def test_another_source_needs_force(what: str, tmix: Path, tmp_path: Path) -> No
         convert(tmix, out=out)
 
 
+def test_a_damaged_pack_in_the_way_says_how_to_replace_it(tmix: Path, tmp_path: Path) -> None:
+    out = convert(tmix, out=tmp_path / "o.spmoe").path
+    before = contents(out)
+    with open(out / LAYER_0, "r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(DamagedError, match="convert again with --force"):
+        convert(tmix, out=out)
+    convert(tmix, out=out, force=True)
+    assert contents(out) == before
+
+
 def test_force_does_not_delete_what_is_not_a_pack(tmix: Path, tmp_path: Path) -> None:
     out = tmp_path / "letters"
     out.mkdir()
