@@ -1,16 +1,11 @@
-"""The library in an app: progress while loading, streamed answers, stopping at any moment.
-
-python examples/embed.py demo demo-draft "Name three rivers."
-"""
+"""An app with a model in it: python examples/embed.py demo demo-draft "Name three rivers." """
 
 import sys
 import threading
 
 from spmoe_lite import Engine, Progress, Result, SamplingParams, SpmoeError
 
-stop = (
-    threading.Event()
-)  # set it from any thread: loading and answering end within one piece of work
+stop = threading.Event()  # set from any thread: loading and answering end within one piece of work
 
 
 def show(progress: Progress) -> None:
@@ -26,8 +21,8 @@ def answer(engine: Engine, question: str) -> Result:
     return generation.result
 
 
-target, draft, question = sys.argv[1:]
 try:
+    target, draft, question = sys.argv[1:]
     with Engine.load(target, draft=draft, cancel=stop, on_progress=show) as engine:
         result = answer(engine, question)
     print(f"\n{result.finish_reason}: {result.stats.line()}")
