@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from spmoe_lite import terminal
-from spmoe_lite.errors import Cancelled, CapacityError, NotFoundError, SpmoeError, UsageError
+from spmoe_lite.errors import (
+    Cancelled,
+    CapacityError,
+    NotFoundError,
+    SpmoeError,
+    UnsupportedError,
+    UsageError,
+)
 from spmoe_lite.terminal import note, size
 
 if TYPE_CHECKING:
@@ -326,12 +333,12 @@ def chat(pack: str | None, model: str | None, draft: str | None, **given: Any) -
     _show_log()
     target, draft_path = _choose(pack, model, draft, offer=terminal.is_interactive())
     note(_pair(target, draft_path))
+    if given["template"] is None and not _has_template(target):
+        raise UnsupportedError(
+            f"{_name(target)} has no chat template: `{PROGRAM} run {_name(target)}` continues text, "
+            f"or give one with --template FILE"
+        )
     with _load(target, draft_path, given) as engine:
-        if engine.template is None:
-            raise UsageError(
-                f"{_name(target)} has no chat template: "
-                f"`{PROGRAM} run {_name(target)}` completes text, or give --template FILE"
-            )
         repl = _repl(engine, target, draft_path, given)
         if terminal.is_interactive():
             note("/help lists the commands, Ctrl-D leaves")
@@ -554,6 +561,7 @@ def profile(
     else:
         rows = [[key.replace("_", " "), f"{v:.3f}"] for key, v in measured.to_dict().items()]
         click.echo(terminal.table(rows, right=[1]))
+    note(f"kept in {engine.profile_path}")
 
 
 # What the commands share
@@ -636,6 +644,14 @@ def _offer(name: str) -> Path | None:
     except NotFoundError:
         made = _convert(library_convert, name, lambda plan: _confirm(plan, False, always=True))
         return made.path if made else None
+
+
+def _has_template(target: Path) -> bool:
+    """Asked before gigabytes are loaded for a chat that cannot be."""
+    from spmoe_lite.chat_template import ChatTemplate
+    from spmoe_lite.tokenizer import Tokenizer
+
+    return ChatTemplate.load(target, Tokenizer.load(target)) is not None
 
 
 def _load(target: Path, draft: Path | None, given: dict[str, Any]) -> Engine:

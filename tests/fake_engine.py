@@ -155,13 +155,12 @@ class Engine:
 
 
 if __name__ == "__main__":
-    packs = sys.modules["spmoe_lite.library"] = type(sys)("spmoe_lite.library")
-    packs.find = lambda name, home=None: Path(f"{name}.spmoe")
-    packs.home = lambda: Path(os.environ["SPMOE_HOME"])
+    from spmoe_lite import cli, library
+
+    library.find = lambda name, home=None: Path(f"{name}.spmoe")
+    cli._has_template = lambda target: True
     engine = sys.modules["spmoe_lite.engine"] = type(sys)("spmoe_lite.engine")
     engine.Engine = Engine
     if os.environ.get("FAKE_NO_EDITOR"):
         sys.modules["prompt_toolkit"] = None
-    from spmoe_lite.cli import main
-
-    main()
+    cli.main()

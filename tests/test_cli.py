@@ -65,6 +65,7 @@ def engine(monkeypatch):
     module.Engine = fake_engine.Engine
     monkeypatch.setitem(sys.modules, "spmoe_lite.engine", module)
     monkeypatch.setattr(library, "find", lambda name, home=None: Path(f"{name}.spmoe"))
+    monkeypatch.setattr(cli, "_has_template", lambda target: True)
     monkeypatch.setattr(fake_engine.Engine, "loaded", [])
     monkeypatch.setattr(fake_engine.Engine, "template", object())
     return fake_engine.Engine
@@ -234,8 +235,8 @@ def test_ctrl_c_during_an_answer_keeps_what_there_is(tmp_path):
         stderr=subprocess.PIPE,
         env=environment(tmp_path),
     )
-    while b"slots" not in child.stderr.readline():
-        pass
+    while b"slots" not in (line := child.stderr.readline()):
+        assert line, "it ended"
     time.sleep(0.3)
     child.send_signal(2)
     out, err = child.communicate(timeout=20)
@@ -503,13 +504,6 @@ def test_without_any_pack_a_person_is_asked_before_a_download(
     assert engine.loaded[1]["draft"] is None
 
 
-def test_chat_refuses_a_pack_without_a_template(engine, typed, capsys):
-    engine.template = None
-    assert spmoe("chat", "mix") == 2
-    err = seen(capsys)[1][-1]
-    assert "spmoe-lite run mix" in err and "--template FILE" in err
-
-
 # convert, repack, list, rm, inspect, verify
 
 
@@ -719,6 +713,44 @@ def test_bad_values_are_one_line_for_the_real_engine_too(tiny, typed, capsys, fl
     assert spmoe("run", "tiny", "-p", "hi", "-n", "2", *flags) == code
     out, err = seen(capsys)
     assert out == "" and err[-1].startswith("spmoe-lite: ") and "bug" not in err[-1]
+
+
+def test_chat_refuses_a_pack_without_a_template(tiny, typed, capsys, tmp_path, monkeypatch):
+    import shutil
+
+    monkeypatch.setenv("SPMOE_HOME", str(tmp_path / "home"))  # it will be the one used last there
+
+    plain = tmp_path / "plain.spmoe"
+    shutil.copytree(tiny / "tiny.spmoe", plain)
+    settings = json.loads((plain / "tokenizer_config.json").read_text(encoding="utf-8"))
+    del settings["chat_template"]
+    data = json.dumps(settings).encode()
+    (plain / "tokenizer_config.json").write_bytes(data)
+    manifest = json.loads((plain / "manifest.json").read_text(encoding="utf-8"))
+    manifest["files"]["tokenizer_config.json"]["size"] = len(data)
+    (plain / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    assert spmoe("chat", str(plain)) == 5
+    out, err = seen(capsys)
+    assert out == "" and len(err) == 2  # the pair's name and the error: nothing was loaded
+    assert "spmoe-lite run plain" in err[1] and "--template FILE" in err[1]
+    template = tmp_path / "mine.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}\n{% endfor %}", encoding="utf-8")
+    typed("hello\n")
+    assert spmoe("chat", str(plain), "--template", str(template), "-n", "3") == 0
+    assert spmoe("run", str(plain), "-p", "hello", "-n", "3") == 0
+
+
+def test_profile_measures_and_keeps_what_it_measured(tiny, typed, capsys):
+    assert spmoe("profile", "tiny", "--draft", "draft", "--slots", "8", "--json") == 0
+    out, err = seen(capsys)
+    found = json.loads(out)
+    assert set(found) == {"expert_copy_ms", "draft_token_ms", "target_layer_ms"}
+    assert all(value >= 0 for value in found.values())
+    kept = Path(err[-1].removeprefix("kept in "))
+    assert kept.is_file() and kept.is_relative_to(tiny)
+    assert spmoe("profile", "tiny", "--draft", "draft", "--slots", "8") == 0
+    assert re.search(r"^expert copy ms +\d", seen(capsys)[0], re.MULTILINE)
+    assert spmoe("profile", "tiny") == 2
 
 
 def test_repack_and_rm(tiny, capsys, tmp_path, monkeypatch):
