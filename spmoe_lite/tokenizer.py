@@ -73,6 +73,11 @@ class Tokenizer:
         self._inner = inner
         self._pieces = pieces
         self._rules = _Rules.parse(inner, path)
+        self._added = _guard(inner.get_added_tokens_decoder, path)
+        # What the decoder is given: for an added token the library may have normalised the text.
+        self._spelled = list(pieces)
+        for i in self._added:
+            self._spelled[i] = inner.id_to_token(i)
         self.num_tokens = len(pieces)
         self.missing_ids = tuple(i for i, piece in enumerate(pieces) if piece is None)
         self.special_tokens: dict[str, Any] = {}
@@ -146,8 +151,7 @@ class Tokenizer:
             first = own_eos if own_eos is not None else self.eos_ids[0]
             self.special_tokens.setdefault("eos_token", self._pieces[first] or "")
 
-        added = _guard(self._inner.get_added_tokens_decoder, self.path)
-        hidden = {i for i, token in added.items() if token.special}
+        hidden = {i for i, token in self._added.items() if token.special}
         hidden.update(self.eos_ids)
         for name in _SPECIAL_NAMES:
             if name in self.special_tokens and (i := self._id_of(name)) is not None:
@@ -176,11 +180,12 @@ class Tokenizer:
         A text that already starts with the BOS spelled out keeps one; several become one.
         """
         try:
-            encoding = _guard(lambda: self._inner.encode(text, add_special_tokens=False), self.path)
+            text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise UsageError(
                 f"text is not valid Unicode: a lone surrogate at character {error.start}; remove it"
             ) from None
+        encoding = _guard(lambda: self._inner.encode(text, add_special_tokens=False), self.path)
         ids: list[int] = encoding.ids
         if self.bos_id is None:
             return ids
@@ -288,7 +293,7 @@ class Detokenizer:
         """Text that `token_id` completes; often "" while a character is incomplete."""
         if not self._tokenizer._shows(token_id, self._special):
             return ""
-        piece = self._tokenizer._pieces[token_id] or ""
+        piece = self._tokenizer._spelled[token_id] or ""
         first, self._first = self._first, False
         for change in self._rules.before:
             piece = change(piece, first)
@@ -596,7 +601,7 @@ def _guard(work: Callable[[], T], path: Path) -> T:
     """Run a call of the library. Its panics are not `Exception`s; interrupts pass through."""
     try:
         return work()
-    except (KeyboardInterrupt, SystemExit, GeneratorExit, UnicodeEncodeError, MemoryError):
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
