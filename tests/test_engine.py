@@ -450,7 +450,9 @@ def test_default_sampling_comes_from_the_checkpoint(tmp_path):
         '{"do_sample": true, "temperature": 0.5, "top_p": 0.9, "eos_token_id": 2}', encoding="utf-8"
     )
     with Engine.load(convert(hf, out=tmp_path / "p.spmoe").path, device="cpu") as engine:
-        assert engine.default_sampling == SamplingParams(temperature=0.5, top_p=0.9, top_k=50)  # Hugging Face's default k
+        assert engine.default_sampling == SamplingParams(
+            temperature=0.5, top_p=0.9, top_k=50
+        )  # Hugging Face's default k
 
 
 def test_kind_i_o26_the_plan_counts_the_draft_and_is_what_is_used(packs):
