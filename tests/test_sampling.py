@@ -129,7 +129,8 @@ def test_filters_keep_what_their_definitions_say(seed, top_k, top_p, min_p):
     borderline = {
         i
         for i in range(V)
-        if abs(float(p[i]) - min_p * best) < 1e-6 or abs(total - float(renormalized[i]) - top_p) < 1e-5
+        if abs(float(p[i]) - min_p * best) < 1e-6
+        or abs(total - float(renormalized[i]) - top_p) < 1e-5
     }
     assert {i for i in range(V) if got[i] > 0} ^ expected <= borderline
     assert float(got.sum()) == pytest.approx(1)
