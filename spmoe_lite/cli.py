@@ -93,7 +93,7 @@ def _fail(message: str, code: int, state: dict[str, bool]) -> int:
 
 def _debug(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value:
-        ctx.find_object(dict)["debug"] = True
+        ctx.ensure_object(dict)["debug"] = True
 
 
 def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -575,7 +575,7 @@ def _show_log() -> None:
         def emit(self, record: logging.LogRecord) -> None:
             note(record.getMessage())
 
-    debug = click.get_current_context().find_object(dict)["debug"]
+    debug = click.get_current_context().ensure_object(dict)["debug"]
     logger = logging.getLogger("spmoe_lite")
     logger.handlers = [h for h in logger.handlers if not isinstance(h, logging.StreamHandler)]
     logger.addHandler(Remarks(logging.DEBUG if debug else logging.WARNING))
@@ -689,8 +689,8 @@ def _sampling(default: SamplingParams, given: dict[str, Any]) -> SamplingParams:
     from spmoe_lite.repl import new_seed
 
     names = {"temp": "temperature", "repeat_penalty": "repetition_penalty"}
-    flags = ("temp", "top_k", "top_p", "min_p", "repeat_penalty")
-    flags += ("presence_penalty", "frequency_penalty")
+    flags = ["temp", "top_k", "top_p", "min_p", "repeat_penalty"]
+    flags += ["presence_penalty", "frequency_penalty"]
     changed = {names.get(f, f): given[f] for f in flags if given[f] is not None}
     seed = given["seed"]
     changed["seed"] = new_seed() if seed is None or seed < 0 else seed
