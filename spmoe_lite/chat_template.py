@@ -404,7 +404,7 @@ class _Budget:
         self.printed = 0
         self.depth = 0
         # Sizes of nested containers, kept with the container so that an id is not used again.
-        self._known: dict[int, tuple[int, Any]] = {}
+        self._known: dict[int, tuple[tuple[int, int], Any]] = {}
 
     def step(self, count: int = 1) -> None:
         self.steps -= count
@@ -423,42 +423,40 @@ class _Budget:
         if self.printed > self.value:
             raise _OverBudget(f"it writes more than {self.value} characters")
 
-    def weigh(self, value: Any, depth: int = 0) -> int:
+    def weigh(self, value: Any) -> int:
         """Size of `value` with all it contains, counted once per reference."""
+        return self._measure(value)[0]
+
+    def _measure(self, value: Any) -> tuple[int, int]:
+        """(size, levels of nesting) of `value`; what is too large or too deep is refused."""
         if isinstance(value, str):
-            return len(value)
-        if isinstance(value, (list, tuple)):
-            children: Iterable[Any] = value
-            pairs = False
-        elif isinstance(value, _DICTS):
-            children, pairs = value, isinstance(value, dict)
-        elif isinstance(value, int):
-            return 8 + value.bit_length()
-        elif isinstance(value, jinja2.utils.Namespace):
+            return len(value), 0
+        if isinstance(value, int):
+            return 8 + value.bit_length(), 0
+        if isinstance(value, range):
+            return 8 * len(value), 1
+        if isinstance(value, jinja2.utils.Namespace):
             raise _OverBudget("it prints or stores a namespace")
-        elif isinstance(value, range):
-            return 8 * len(value)
-        else:
-            return 8
+        if not isinstance(value, _CONTAINERS):
+            return 8, 0
         known = self._known.get(id(value))
         if known is not None:
             return known[0]
-        if depth > MAX_NESTING:
-            raise _OverBudget(f"it nests values more than {MAX_NESTING} deep")
-        total, nested = 8, len(value) > 64
-        for child in children:
-            total += 8 + self.weigh(child, depth + 1)
-            if pairs:
-                child = value[child]
-                total += 8 + self.weigh(child, depth + 1)
-            nested = nested or not isinstance(child, _FLAT)
+        self.step(1 + len(value))
+        total, levels = 8, 0
+        for child in value:
+            for part in (child, value[child]) if isinstance(value, dict) else (child,):
+                size, below = self._measure(part)
+                total += 8 + size
+                levels = max(levels, below)
             if total > self.value:
                 raise _OverBudget("it builds too large a value")
-        self.step(1 + len(value))
-        if nested:
+        if levels > MAX_NESTING:
+            raise _OverBudget(f"it nests values more than {MAX_NESTING} deep")
+        if levels or len(value) > 64:
             self.step(50)
-            self._known[id(value)] = (total, value)
-        return total
+            self._known[id(value)] = ((total, levels + 1), value)
+        return total, levels + 1
 
     def touch(self, value: Any) -> Any:
         """Account for looking at all of `value`."""
@@ -500,8 +498,14 @@ class _Budget:
             raise _OverBudget(f"it pads to {value} characters")
 
 
-_DICTS: tuple[type[Any], ...] = (dict, type({}.keys()), type({}.values()), type({}.items()))
-_FLAT = (str, int, float, type(None), jinja2.Undefined)
+_CONTAINERS: tuple[type[Any], ...] = (
+    list,
+    tuple,
+    dict,
+    type({}.keys()),
+    type({}.values()),
+    type({}.items()),
+)
 
 
 # The sandbox
