@@ -255,6 +255,28 @@ def check_attention(dtype: str, head_dim: int) -> Checks:
     return checks
 
 
+def check_long_attention(dtype: str) -> Checks:
+    """Splits of every length: the last rows of a long prefill against decode and verify."""
+    checks = Checks(f"attention {dtype} long context")
+    torch_dtype, total = DTYPES[dtype], 18000
+    q = random((total, 8, 128), torch_dtype, seed=5)
+    k = random((total, 2, 128), torch_dtype, seed=6)
+    v = random((total, 2, 128), torch_dtype, seed=7)
+    for window in (None, 4096):
+        whole = attention(q, k, v, 0, window)
+        start = total - 40
+        wide = (t.double() for t in (q[start:], k, v))
+        want = attention_reference(*wide, start, window)
+        checks.error(f"window {window} against fp64", whole[start:], want, TOLERANCE[dtype])
+        same = True
+        for tokens in [*range(1, 33), 33, 128, 700]:
+            for start in (total - tokens, 1000, 4000, 9000, 16300):
+                got = attention(q[start : start + tokens], k, v, start, window)
+                same &= torch.equal(got, whole[start : start + tokens])
+        checks.true(f"window {window}: row bits for T = 1 .. 32, 33, 128, 700, {total}", same)
+    return checks
+
+
 def check_small(dtype: str) -> Checks:
     checks = Checks(f"gate, norm, rope {dtype}")
     torch_dtype = DTYPES[dtype]
@@ -292,7 +314,11 @@ def check_small(dtype: str) -> Checks:
     return checks
 
 
-CHECKS = [(check_far_slot, ())]
+CHECKS = [
+    (check_far_slot, ()),
+    (check_long_attention, ("bf16",)),
+    (check_long_attention, ("fp16",)),
+]
 for _dtype in ("bf16", "fp16", "fp32"):
     CHECKS += [(check_experts, (_dtype,)), (check_linear, (_dtype,)), (check_small, (_dtype,))]
     CHECKS += [(check_attention, (_dtype, head_dim)) for head_dim in (64, 80, 96, 128)]
@@ -511,16 +537,15 @@ def time_small() -> dict:
 
 # ---------------------------------------------------------------- sweeps
 
-UP_FEW = [(64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 2), (64, 128, 4, 3)]
-UP_FEW += [(64, 256, 4, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 32, 4, 6)]
-DOWN_FEW = [(64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6), (64, 64, 4, 5), (64, 64, 4, 8)]
-DOWN_FEW += [(64, 256, 4, 2), (64, 256, 4, 3), (128, 64, 8, 4), (128, 128, 8, 3)]
-UP_MANY = [(128, 64, 8, 3), (128, 64, 8, 4), (128, 32, 8, 4), (64, 64, 4, 4), (64, 128, 4, 3)]
-DOWN_MANY = [(128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 4), (128, 128, 8, 3), (256, 64, 8, 3)]
-ATTENTION = [(64, 64, 4, 2, 256), (64, 64, 4, 3, 256), (64, 32, 4, 3, 256), (64, 32, 4, 4, 256)]
-ATTENTION += [(32, 64, 4, 2, 256), (32, 64, 4, 3, 256), (64, 64, 4, 2, 512), (64, 64, 4, 3, 512)]
-ATTENTION += [(64, 128, 4, 2, 512), (64, 128, 4, 2, 256), (64, 64, 4, 3, 128)]
-LINEAR = [(tile, wanted) for tile in DOWN_FEW[:7] for wanted in (128, 256, 512)]
+UP_FEW = [(64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 5), (64, 128, 4, 6), (64, 64, 4, 5)]
+UP_FEW += [(64, 64, 4, 8), (64, 256, 4, 3), (128, 128, 8, 3), (128, 64, 8, 4), (128, 64, 8, 6)]
+DOWN_FEW = [(64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 5), (64, 128, 4, 6), (64, 64, 4, 6)]
+DOWN_FEW += [(64, 64, 4, 8), (64, 256, 4, 3), (128, 128, 8, 3), (128, 64, 8, 6)]
+UP_MANY = [(256, 64, 8, 3), (256, 64, 8, 4), (128, 64, 8, 4), (128, 64, 4, 4), (128, 128, 8, 3)]
+DOWN_MANY = [(128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 4), (256, 64, 8, 3), (256, 64, 8, 4)]
+ATTENTION = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 32, 4, 4), (64, 32, 4, 6)]
+ATTENTION += [(32, 64, 4, 3), (32, 32, 4, 6)]
+LINEAR = [(tile, wanted) for tile in DOWN_FEW[1:6] for wanted in (128, 256)]
 
 
 @contextlib.contextmanager
@@ -544,9 +569,8 @@ def sweep_experts(model: Mixtral, part: str, tokens: int, entry: tuple) -> float
 
 
 def sweep_attention(tokens: int, context: int, entry: tuple, layers: int = 8) -> float:
-    rows, keys, warps, stages, split = entry
-    chosen = AttentionTile(rows, keys, warps, stages)
-    with patched(attention_module, attention_tile=lambda *ignored: chosen, SPLIT=split):
+    chosen = AttentionTile(*entry)
+    with patched(attention_module, attention_tile=lambda *ignored: chosen):
         return replay_ms(attention_calls(tokens, context, layers), 9)
 
 
@@ -564,13 +588,13 @@ def sweep_linear(entry: tuple, n: int, k: int) -> float:
 
 def sweeps() -> list[tuple]:
     """(name, function, arguments after the model) of every candidate."""
-    jobs = [("up", e, tokens) for e in UP_FEW for tokens in (1, 5)]
-    jobs += [("down", e, tokens) for e in DOWN_FEW for tokens in (1, 5)]
+    jobs = [("up", e, tokens) for e in UP_FEW for tokens in (1, 5, 8)]
+    jobs += [("down", e, tokens) for e in DOWN_FEW for tokens in (1, 5, 8)]
     jobs += [("up", e, tokens) for e in UP_MANY for tokens in (512, 2048)]
     jobs += [("down", e, tokens) for e in DOWN_MANY for tokens in (512, 2048)]
     found = [(f"{part} T={t} {e}", sweep_experts, (part, t, e)) for part, e, t in jobs]
     for entry in ATTENTION:
-        for tokens, context in ((1, 32768), (5, 32768), (1, 1024), (2048, 2048)):
+        for tokens, context in ((1, 32768), (5, 32768), (1, 1024), (5, 8192), (2048, 2048)):
             name = f"attention T={tokens} context {context} {entry}"
             found.append((name, sweep_attention, (tokens, context, entry)))
     for entry in LINEAR:

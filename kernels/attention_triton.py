@@ -1,31 +1,70 @@
 """Triton kernels of attention against the KV cache; equation and contract in `attention.py`.
 
-The context is cut into splits of SPLIT keys at absolute positions (0, 256, 512, ...), whatever T, start and
-window are. Within a split the softmax runs online over blocks of BLOCK_KEYS and leaves (m, l, acc): the
-largest score, the sum of exp2(score - m), and the weighted sum of values. Splits are then merged one after
-the other, in rising order:
+The context is cut into splits at absolute positions, whatever T, start and window are: 128 keys each
+up to 1024, then 256 up to 4096, 512 up to 16384, and 1024 beyond, so that a short context gives the
+card enough programs and a long one no needless ones. Within a split the softmax runs online over
+blocks of keys and leaves (m, l, acc): a bound m of the scores, the sum of 2^(score - m), and the sum of
+values so weighted. Splits are then added one after the other, in rising order, at a common m:
 
-    m' = max(m, m_s);  l' = l 2^(m - m') + l_s 2^(m_s - m');  acc' likewise;  at the end out = acc / l
+    l = l_0 2^(m_0 - m) + l_1 2^(m_1 - m) + ...;  acc likewise;  out = acc / l
 
-Up to 32 tokens each split is a program of its own, which fills the card in decode (flash decoding), and
-`_merge_kernel` merges; for more tokens, or a context of one split, one program walks through the splits of its
-rows and merges as it goes. Merging is the same code, a split or a block that a row does not see changes
-none of its bits (exp2 of -inf is 0, the rescaling is by 1), and a row's place in its tile changes none
-either: so the bits of a row do not depend on T or on where a chunk began.
+m is the largest score rounded up to a whole number. Every change of m is thus a multiplication by a
+power of two, which changes no bit of a mantissa: it does not matter when it happens, nor how often.
 
-The query heads that share a KV head are rows of one tile: key and value are read once for all of them. The
-size of the tile is one for all T on a card, because the order of a sum over keys follows from it.
-Sources: FlashAttention-2, arXiv 2307.08691; Flash-Decoding (Dao et al. 2023); online softmax, arXiv 1805.02867.
+Decode and verify make each split a program of its own, which fills the card (flash decoding), and
+`_merge_kernel` adds. Prefill, which has programs enough, walks through the splits of its rows in one
+program and adds as it goes. Both give the same bits: the additions are the same in the same order, a
+split or a block that a row does not see adds zero, and a row's place in its tile changes nothing. So the
+bits of a row do not depend on T, on where a chunk began, or on which of the two ways was taken.
+
+The query heads that share a KV head are rows of one tile: key and value are read once for all of
+them. The size of the tile is one for all T on a card, because the order of a sum over the keys of a
+block follows from it.
+Sources: FlashAttention-2, arXiv 2307.08691; Flash-Decoding (Dao et al. 2023); online softmax,
+Milakov and Gimelshein 2018, arXiv 1805.02867.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from .configs import SOME, attention_tile, capability_of
+from .configs import attention_tile, capability_of
 
-SPLIT = 256
 LOG2_E = 1.4426950408889634
+ENOUGH_PROGRAMS = 256  # about two per multiprocessor of a large card: no need to spread the splits
+MAX_PARTS_BYTES = 128 << 20
+
+
+def splits_up_to(position: int) -> int:
+    """Number of splits that begin at or before `position`; `_split_begin` is the inverse."""
+    if position < 1024:
+        return position // 128 + 1
+    if position < 4096:
+        return (position - 1024) // 256 + 9
+    if position < 16384:
+        return (position - 4096) // 512 + 21
+    return (position - 16384) // 1024 + 45
+
+
+@triton.jit
+def _splits_up_to(position):
+    count = tl.where(position < 1024, position // 128 + 1, (position - 1024) // 256 + 9)
+    count = tl.where(position < 4096, count, (position - 4096) // 512 + 21)
+    return tl.where(position < 16384, count, (position - 16384) // 1024 + 45)
+
+
+@triton.jit
+def _split_begin(split):
+    """First key of a split: 0, 128, ..., 1024, 1280, ..., 4096, 4608, ..., 16384, 17408, ..."""
+    begin = tl.where(split < 8, split * 128, 1024 + (split - 8) * 256)
+    begin = tl.where(split < 20, begin, 4096 + (split - 20) * 512)
+    return tl.where(split < 44, begin, 16384 + (split - 44) * 1024)
+
+
+@triton.jit
+def _finite(m):
+    """m, or 0 where no key was seen yet: -inf less -inf would be NaN."""
+    return tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit
@@ -61,8 +100,8 @@ def _attend_split(
         if WINDOWED:
             visible = visible & (key[None, :] > position[:, None] - window)
         score = tl.where(visible, score, float("-inf"))
-        new_m = tl.maximum(m, tl.max(score, axis=1))
-        base = tl.where(new_m == float("-inf"), 0.0, new_m)  # nothing seen yet: keep NaN away
+        new_m = tl.maximum(m, tl.ceil(tl.max(score, axis=1)))
+        base = _finite(new_m)
         p = tl.exp2(score - base[:, None])
         shrink = tl.exp2(m - base)
         l = l * shrink + tl.sum(p, axis=1)  # noqa: E741
@@ -71,40 +110,30 @@ def _attend_split(
     return m, l, acc
 
 
-@triton.jit
-def _scales(m, split_m):
-    """The new largest score and the factors 2^(m - m'), 2^(m_s - m')."""
-    new_m = tl.maximum(m, split_m)
-    base = tl.where(new_m == float("-inf"), 0.0, new_m)
-    return new_m, tl.exp2(m - base), tl.exp2(split_m - base)
-
-
-@triton.jit(do_not_specialize=["num_tokens", "start", "window"])
+@triton.jit(do_not_specialize=["num_tokens", "start", "window", "num_splits"])
 def _attention_kernel(
     q_ptr,  # [T, HEADS_K * GROUP, D]
     k_ptr,  # [C, HEADS_K, D]
     v_ptr,  # [C, HEADS_K, D]
     out_ptr,  # [T, HEADS_K * GROUP, D]; [splits, T, HEADS_K * GROUP, D] fp32 if SPREAD
-    stats_ptr,  # [splits, T, HEADS_K * GROUP, 2] fp32, (m, l), if SPREAD
+    stats_ptr,  # [2, T, HEADS_K * GROUP, splits] fp32, m and l, if SPREAD
     num_tokens,
     start,
     window,
+    num_splits,
     scale,
     HEADS_K: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     WINDOWED: tl.constexpr,
     SPREAD: tl.constexpr,
-    SPLIT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     head = tl.program_id(1)
-    if SPREAD:
-        row_tile = tl.program_id(0)
-    else:  # the last tokens see most keys: begin with them
-        row_tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    # The last rows see most keys, and the last splits are the longest: begin with them.
+    row_tile = tl.num_programs(0) - 1 - tl.program_id(0)
     row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     token = row // GROUP
     mine = token < num_tokens
@@ -114,36 +143,41 @@ def _attention_kernel(
     there = mine[:, None] & (d < D)[None, :]
     q = tl.load(q_ptr + q_head[:, None] * D + d[None, :], mask=there, other=0.0)
 
-    first_token = row_tile * BLOCK_ROWS // GROUP
     last_token = tl.minimum((row_tile * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP, num_tokens - 1)
     end = start + last_token + 1
-    lowest_split = 0
-    if WINDOWED:
-        lowest_split = tl.maximum(start + first_token - window + 1, 0) // SPLIT
     k_ptr += head * D
     v_ptr += head * D
     if SPREAD:
-        split = tl.program_id(2)
+        place = num_splits - 1 - tl.program_id(2)
+        split = place
         if WINDOWED:
-            split += tl.maximum(start - window + 1, 0) // SPLIT
+            split += _splits_up_to(tl.maximum(start - window + 1, 0)) - 1
         m, l, acc = _attend_split(  # noqa: E741
-            q, position, k_ptr, v_ptr, split * SPLIT, tl.minimum(split * SPLIT + SPLIT, end),
+            q, position, k_ptr, v_ptr, _split_begin(split), tl.minimum(_split_begin(split + 1), end),
             window, scale, HEADS_K * D, D, WINDOWED, BLOCK_ROWS, BLOCK_KEYS, BLOCK_D,
         )  # fmt: skip
-        q_head += tl.program_id(2).to(tl.int64) * num_tokens * (HEADS_K * GROUP)
-        tl.store(stats_ptr + q_head * 2, m, mask=mine)
-        tl.store(stats_ptr + q_head * 2 + 1, l, mask=mine)
+        num_rows = num_tokens.to(tl.int64) * (HEADS_K * GROUP)
+        tl.store(stats_ptr + q_head * num_splits + place, m, mask=mine)
+        tl.store(stats_ptr + (num_rows + q_head) * num_splits + place, l, mask=mine)
+        q_head += place * num_rows
     else:
+        split = 0
+        if WINDOWED:
+            first_token = row_tile * BLOCK_ROWS // GROUP
+            split = _splits_up_to(tl.maximum(start + first_token - window + 1, 0)) - 1
         m = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
         l = tl.zeros((BLOCK_ROWS,), tl.float32)  # noqa: E741
         acc = tl.zeros((BLOCK_ROWS, BLOCK_D), tl.float32)
-        for split in range(lowest_split, tl.cdiv(end, SPLIT)):
+        for later in range(split, _splits_up_to(end - 1)):
             split_m, split_l, split_acc = _attend_split(
-                q, position, k_ptr, v_ptr, split * SPLIT, tl.minimum(split * SPLIT + SPLIT, end),
+                q, position, k_ptr, v_ptr,
+                _split_begin(later), tl.minimum(_split_begin(later + 1), end),
                 window, scale, HEADS_K * D, D, WINDOWED, BLOCK_ROWS, BLOCK_KEYS, BLOCK_D,
             )  # fmt: skip
-            m, old, new = _scales(m, split_m)
-            l = tl.fma(split_l, new, l * old)  # noqa: E741  (fma spelt out: same bits in both kernels)
+            new_m = tl.maximum(m, split_m)
+            old, new = tl.exp2(m - _finite(new_m)), tl.exp2(split_m - _finite(new_m))
+            m = new_m
+            l = tl.fma(split_l, new, l * old)  # noqa: E741
             new = tl.broadcast_to(new[:, None], (BLOCK_ROWS, BLOCK_D))
             acc = tl.fma(split_acc, new, acc * old[:, None])
         acc = acc / l[:, None]
@@ -154,30 +188,38 @@ def _attention_kernel(
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def _merge_kernel(
     parts_ptr,  # [splits, rows, D] fp32
-    stats_ptr,  # [splits, rows, 2] fp32
+    stats_ptr,  # [2, rows, splits] fp32
     out_ptr,  # [rows, D]
     num_rows,
     num_splits,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    m = tl.full((1,), float("-inf"), tl.float32)
+    d, s = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_SPLITS)
+    m_ptr = stats_ptr + row * num_splits
+    l_ptr = m_ptr + num_rows.to(tl.int64) * num_splits
+    largest = tl.full((BLOCK_SPLITS,), float("-inf"), tl.float32)
+    for low in range(0, num_splits, BLOCK_SPLITS):
+        m = tl.load(m_ptr + low + s, mask=low + s < num_splits, other=float("-inf"))
+        largest = tl.maximum(largest, m)
+    m = tl.max(largest, axis=0)
+
     l = tl.zeros((1,), tl.float32)  # noqa: E741
     acc = tl.zeros((BLOCK_D,), tl.float32)
     for low in range(0, num_splits, UNROLL):
         for i in tl.static_range(UNROLL):
             split = low + i + tl.zeros((1,), tl.int64)
             inside = split < num_splits
-            at = split * num_rows + row
-            split_m = tl.load(stats_ptr + at * 2, mask=inside, other=float("-inf"))
-            split_l = tl.load(stats_ptr + at * 2 + 1, mask=inside, other=0.0)
-            part = tl.load(parts_ptr + at * D + d, mask=inside & (d < D), other=0.0)
-            m, old, new = _scales(m, split_m)
-            l = tl.fma(split_l, new, l * old)  # noqa: E741
-            acc = tl.fma(part, tl.broadcast_to(new, (BLOCK_D,)), acc * old)
+            split_m = tl.load(m_ptr + split, mask=inside, other=float("-inf"))
+            split_l = tl.load(l_ptr + split, mask=inside, other=0.0)
+            part_at = parts_ptr + (split * num_rows + row) * D + d
+            part = tl.load(part_at, mask=inside & (d < D), other=0.0)
+            new = tl.exp2(split_m - m)
+            l = tl.fma(split_l, new, l)  # noqa: E741
+            acc = tl.fma(part, tl.broadcast_to(new, (BLOCK_D,)), acc)
     tl.store(out_ptr + row * D + d, (acc / l).to(out_ptr.dtype.element_ty), mask=d < D)
 
 
@@ -197,26 +239,28 @@ def attention_triton(
         return out
     heads_k = k_cache.shape[1]
     group = num_heads // heads_k
-    lowest = 0 if window is None else max(start - window + 1, 0) // SPLIT
-    splits = triton.cdiv(start + tokens, SPLIT) - lowest
-    spread = tokens <= SOME and splits > 1
-    parts, stats = out, out
+    config = attention_tile(capability_of(q), q.dtype)
+    row_tiles = triton.cdiv(tokens * group, config.rows)
+    before = 0 if window is None else splits_up_to(max(start - window + 1, 0)) - 1
+    splits = splits_up_to(start + tokens - 1) - before
+    parts_bytes = splits * out.numel() * 4
+    spread = splits > 1 and row_tiles * heads_k < ENOUGH_PROGRAMS and parts_bytes <= MAX_PARTS_BYTES
+    parts = stats = out
     if spread:
         parts = q.new_empty(splits, tokens, num_heads, head_dim, dtype=torch.float32)
-        stats = q.new_empty(splits, tokens, num_heads, 2, dtype=torch.float32)
-    config = attention_tile(capability_of(q), q.dtype)
-    grid = (triton.cdiv(tokens * group, config.rows), heads_k, splits if spread else 1)
-    _attention_kernel[grid](
-        q, k_cache, v_cache, parts, stats, tokens, start, window or 0, head_dim**-0.5 * LOG2_E,
+        stats = q.new_empty(2, tokens, num_heads, splits, dtype=torch.float32)
+    block_d = triton.next_power_of_2(head_dim)
+    _attention_kernel[row_tiles, heads_k, splits if spread else 1](
+        q, k_cache, v_cache, parts, stats, tokens, start, window or 0, splits,
+        head_dim**-0.5 * LOG2_E,
         HEADS_K=heads_k, GROUP=group, D=head_dim, WINDOWED=window is not None, SPREAD=spread,
-        SPLIT=SPLIT, BLOCK_ROWS=config.rows, BLOCK_KEYS=config.keys,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_ROWS=config.rows, BLOCK_KEYS=config.keys, BLOCK_D=block_d,
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
     )  # fmt: skip
     if spread:
         _merge_kernel[(tokens * num_heads,)](
             parts, stats, out, tokens * num_heads, splits,
-            D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), UNROLL=8,
+            D=head_dim, BLOCK_D=block_d, BLOCK_SPLITS=64, UNROLL=16,
             num_warps=1, enable_fp_fusion=True,
         )  # fmt: skip
     return out

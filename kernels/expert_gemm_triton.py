@@ -1,7 +1,7 @@
 """Triton kernels of the experts: equations and contract in `expert_gemm.py`.
 
-`_expert_gemm_kernel` is both products: with GATED it multiplies by gate and up and applies SwiGLU, without
-it multiplies by down. One program owns BLOCK_N weight rows of one expert and a tile of the rows that chose
+`_expert_gemm_kernel` is both products: with GATED its weight tile is half rows of gate and half rows of up,
+and SwiGLU joins the halves; without, it multiplies by down. One program owns BLOCK_N weight rows of one expert and a tile of the rows that chose
 it. Up to 32 tokens the tile is all tokens: each column looks up whether and where its token chose the expert,
 so nothing is sorted and the expert's bytes are read once, from wherever they lie. For more tokens
 `_order_kernel` first lists each expert's rows on the device; programs beyond the end of a list stop at once.
@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .configs import SOME, capability_of, tile
+from .configs import SOME, Kind, capability_of, tile
 from .expert_gemm import DTYPES
 from .tile_triton import dot_tile
 
@@ -75,7 +75,7 @@ def _expert_gemm_kernel(
     K: tl.constexpr,
     CHOICES: tl.constexpr,
     FIRST: tl.constexpr,  # elements from the expert's start to gate, or to down
-    UP: tl.constexpr,  # elements from gate to up
+    UP_ROWS: tl.constexpr,  # rows of length K from gate to up, if GATED
     WEIGHT: tl.constexpr,  # dtype
     GATED: tl.constexpr,
     LISTED: tl.constexpr,
@@ -86,6 +86,8 @@ def _expert_gemm_kernel(
 ):
     row_tile, weight_tile, line = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     expert = tl.load(use_ptr + line * 3)
+    address = tl.load(use_ptr + line * 3 + 1)
+    copy_to = tl.load(use_ptr + line * 3 + 2)
     column = row_tile * BLOCK_T + tl.arange(0, BLOCK_T)
     if LISTED:
         count = tl.load(counts_ptr + line)
@@ -103,26 +105,28 @@ def _expert_gemm_kernel(
     if left <= 0:
         return
 
-    n = weight_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = (n if N % BLOCK_N == 0 else tl.minimum(n, N - 1)).to(tl.int64)
+    # A tile of gate and up is half rows of gate, half the same rows of up.
+    OUT_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    local = tl.arange(0, BLOCK_N)
+    n = weight_tile * OUT_N + local % OUT_N
+    rows = (n if N % OUT_N == 0 else tl.minimum(n, N - 1)).to(tl.int64) + local // OUT_N * UP_ROWS
     pair = pair.to(tl.int64)
     tokens = pair // CHOICES if GATED else pair
     # multiple_of after the cast, or no load is wider than one element.
-    w_ptr = tl.load(use_ptr + line * 3 + 1).to(tl.pointer_type(WEIGHT))
-    w_ptr = tl.multiple_of(w_ptr, 16) + FIRST
-    copy_to = tl.load(use_ptr + line * 3 + 2)
+    w_ptr = tl.multiple_of(address.to(tl.pointer_type(WEIGHT)), 16) + FIRST
     if (copy_to != 0) & (row_tile == 0):
         copy_ptr = tl.multiple_of(copy_to.to(tl.pointer_type(WEIGHT)), 16) + FIRST
-        first, second = dot_tile(
-            w_ptr, x_ptr, copy_ptr, rows, tokens, mine, 0, K, K, UP, GATED, True,
-            BLOCK_N, BLOCK_K, BLOCK_T,
-        )  # fmt: skip
+        y = dot_tile(
+            w_ptr, x_ptr, copy_ptr, rows, tokens, mine, 0, K, K, True, BLOCK_N, BLOCK_K, BLOCK_T
+        )
     else:
-        first, second = dot_tile(
-            w_ptr, x_ptr, w_ptr, rows, tokens, mine, 0, K, K, UP, GATED, False,
-            BLOCK_N, BLOCK_K, BLOCK_T,
-        )  # fmt: skip
-    y = first / (1.0 + tl.exp(-first)) * second if GATED else first
+        y = dot_tile(
+            w_ptr, x_ptr, w_ptr, rows, tokens, mine, 0, K, K, False, BLOCK_N, BLOCK_K, BLOCK_T
+        )
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, OUT_N, BLOCK_T)), (1, 2, 0)))
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    n = weight_tile * OUT_N + tl.arange(0, OUT_N)
     out_at = out_ptr + pair[None, :] * N + n[:, None]
     tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=mine[None, :] & (n < N)[:, None])
 
@@ -156,8 +160,11 @@ def expert_up_triton(
     """Launch gate, up and SwiGLU; arguments as `expert_up`."""
     bytes_per_weight = DTYPES[layout.dtype].itemsize
     first = layout.gate_offset // bytes_per_weight
-    up = (layout.up_offset - layout.gate_offset) // bytes_per_weight
-    _launch(x, experts, use, layout, out, gated=True, first=first, up=up)
+    up_rows, rest = divmod(
+        layout.up_offset - layout.gate_offset, layout.hidden_size * bytes_per_weight
+    )
+    assert rest == 0, "gate and up must lie a whole number of rows apart"
+    _launch(x, experts, use, layout, out, "up", first, up_rows)
 
 
 def expert_down_triton(
@@ -169,7 +176,7 @@ def expert_down_triton(
 ) -> None:
     """Launch down; arguments as `expert_down`."""
     first = layout.down_offset // DTYPES[layout.dtype].itemsize
-    _launch(h, experts, use, layout, out, gated=False, first=first, up=0)
+    _launch(h, experts, use, layout, out, "down", first, 0)
 
 
 def combine_triton(partial: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -189,10 +196,9 @@ def _launch(
     use: torch.Tensor,
     layout: ExpertLayout,
     out: torch.Tensor,
-    *,
-    gated: bool,
+    kind: Kind,
     first: int,
-    up: int,
+    up_rows: int,
 ) -> None:
     tokens, choices = experts.shape
     lines = len(use)
@@ -202,7 +208,7 @@ def _launch(
     assert out.is_contiguous() and use.dtype == torch.int64 and experts.dtype == torch.int32
     listed = tokens > SOME
     columns = tokens * choices // lines if listed else tokens
-    config = tile(capability_of(x), DTYPES[layout.dtype], gated, columns)
+    config = tile(capability_of(x), DTYPES[layout.dtype], kind, columns)
     order = counts = use  # not read unless listed
     if listed:
         order = experts.new_empty(lines, tokens)
@@ -219,11 +225,12 @@ def _launch(
             enable_fp_fusion=True,
         )
     n, k = out.shape[-1], x.shape[-1]
-    grid = (triton.cdiv(tokens, config.t) if listed else 1, triton.cdiv(n, config.n), lines)
+    out_n = config.n // 2 if kind == "up" else config.n
+    grid = (triton.cdiv(tokens, config.t) if listed else 1, triton.cdiv(n, out_n), lines)
     _expert_gemm_kernel[grid](
         x, experts, use, order, counts, out, tokens,
-        N=n, K=k, CHOICES=choices, FIRST=first, UP=up, WEIGHT=TRITON_DTYPES[layout.dtype],
-        GATED=gated, LISTED=listed, BLOCK_N=config.n, BLOCK_K=config.k, BLOCK_T=config.t,
+        N=n, K=k, CHOICES=choices, FIRST=first, UP_ROWS=up_rows, WEIGHT=TRITON_DTYPES[layout.dtype],
+        GATED=kind == "up", LISTED=listed, BLOCK_N=config.n, BLOCK_K=config.k, BLOCK_T=config.t,
         BLOCK_C=triton.next_power_of_2(choices),
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-TILE = 4096  # router elements held per step
+TILE, WARPS = 32768, 16  # router elements per step: few steps, since each waits for the memory
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def gate_topk_triton(
     if tokens:
         _gate_topk_kernel[(tokens,)](
             x, router, weights, experts,
-            E=num_experts, H=hidden, CHOICES=k, BLOCK_E=block_e, BLOCK_H=max(16, TILE // block_e),
-            BLOCK_C=triton.next_power_of_2(k), num_warps=4, enable_fp_fusion=True,
+            E=num_experts, H=hidden, CHOICES=k, BLOCK_E=block_e, BLOCK_C=triton.next_power_of_2(k),
+            BLOCK_H=min(triton.next_power_of_2(hidden), max(16, TILE // block_e)), num_warps=WARPS, enable_fp_fusion=True,
         )  # fmt: skip
     return weights, experts

@@ -48,20 +48,19 @@ def _linear_kernel(
     token = token.to(tl.int64)
 
     begin = segment * SEGMENT
-    y, _ = dot_tile(
-        w_ptr, x_ptr, w_ptr, rows, token, mine, begin, tl.minimum(begin + SEGMENT, K), K, 0,
-        False, False, BLOCK_N, BLOCK_K, BLOCK_T,
+    y = dot_tile(
+        w_ptr, x_ptr, w_ptr, rows, token, mine, begin, tl.minimum(begin + SEGMENT, K), K, False,
+        BLOCK_N, BLOCK_K, BLOCK_T,
     )  # fmt: skip
     if SPREAD:
         out_ptr += segment.to(tl.int64) * num_tokens * N
     elif SEGMENTS > 1:
         for later in range(1, SEGMENTS):
             begin = later * SEGMENT
-            part, _ = dot_tile(
-                w_ptr, x_ptr, w_ptr, rows, token, mine, begin, tl.minimum(begin + SEGMENT, K), K, 0,
-                False, False, BLOCK_N, BLOCK_K, BLOCK_T,
+            y += dot_tile(
+                w_ptr, x_ptr, w_ptr, rows, token, mine, begin, tl.minimum(begin + SEGMENT, K), K, False,
+                BLOCK_N, BLOCK_K, BLOCK_T,
             )  # fmt: skip
-            y += part
     if BIAS and not SPREAD:
         y += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
     out_at = out_ptr + token[None, :] * N + n[:, None]
@@ -108,8 +107,8 @@ def linear_triton(
     if tokens == 0:
         return out
     capability = capability_of(x)
-    config = tile(capability, x.dtype, False, tokens)
-    segment, segments = segment_of(n, k, tile(capability, x.dtype, False, FEW).n)
+    config = tile(capability, x.dtype, "dense", tokens)
+    segment, segments = segment_of(n, k, tile(capability, x.dtype, "dense", FEW).n)
     spread = tokens <= SOME and segments > 1
     parts = x.new_empty(segments, tokens, n, dtype=torch.float32) if spread else out
     grid = (triton.cdiv(tokens, config.t), triton.cdiv(n, config.n), segments if spread else 1)

@@ -6,18 +6,20 @@ import pytest
 import torch
 
 from spmoe_lite.kernels.attention import attention, attention_reference
-from spmoe_lite.kernels.attention_triton import SPLIT, attention_triton
+from spmoe_lite.kernels.attention_triton import attention_triton, splits_up_to
 
 SHAPES = [  # tokens, start, query heads, KV heads, head size, window
     (1, 0, 4, 2, 64, None),
-    (1, SPLIT + 40, 4, 2, 64, None),
-    (5, SPLIT - 2, 6, 2, 80, None),
-    (4, 2 * SPLIT + 88, 3, 1, 96, 100),
-    (3, 2 * SPLIT - 1, 2, 2, 128, SPLIT + 1),
+    (1, 296, 4, 2, 64, None),
+    (5, 254, 6, 2, 80, None),
+    (4, 1300, 3, 1, 96, 100),
+    (3, 1279, 2, 2, 128, 257),
+    (2, 1700, 2, 1, 16, None),
     (40, 0, 4, 2, 64, None),
     (40, 0, 4, 2, 64, 7),
     (40, 300, 4, 1, 64, 37),
     (33, 250, 2, 2, 16, 300),
+    (300, 30, 1, 1, 16, 200),
 ]
 
 
@@ -72,6 +74,14 @@ def test_reference_matches_the_definition(dtype, shape):
     )
 
 
+def test_splits_cover_the_context_without_gap():
+    """What `_split_begin` computes in the kernel agrees with what the launcher counts."""
+    begins = [*range(0, 1024, 128), *range(1024, 4096, 256), *range(4096, 16384, 512)]
+    begins += range(16384, 40000, 1024)
+    for position in (0, 1, 127, 128, 1023, 1024, 1025, 4095, 4096, 16383, 16384, 16385, 33000):
+        assert splits_up_to(position) == sum(begin <= position for begin in begins)
+
+
 def test_kind_k_a_cache_beyond_2_31_elements(device):
     """O32: the window leads to the last rows of a cache whose other pages nobody touches."""
     row, window = 8 * 128, 50
@@ -101,9 +111,10 @@ def test_kind_k_a_cache_beyond_2_31_elements(device):
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_row_bits_do_not_depend_on_chunk_or_draft_length(dtype, head_dim, window):
-    q, k, v = make(700, 0, 8, 2, head_dim, dtype, "cuda")
+    total = 5000
+    q, k, v = make(total, 0, 8, 2, head_dim, dtype, "cuda")
     whole = attention(q, k, v, 0, window)
     for tokens in [*range(1, 33), 33, 64, 200]:
-        start = (tokens * 53) % (700 - tokens)
+        start = (tokens * 353) % (total - tokens)
         got = attention(q[start : start + tokens], k, v, start, window)
         assert torch.equal(got, whole[start : start + tokens]), (tokens, start)
