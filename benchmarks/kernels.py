@@ -1,12 +1,13 @@
 """Check, then time, every Triton kernel on this GPU, at the shapes of Mixtral-8x7B and Mistral-7B.
 
-    python benchmarks/kernels.py [--out FILE] [--skip-check] [--sweep] [--jobs N]
+    python benchmarks/kernels.py [--out FILE] [--only NAME,...] [--match TEXT] [--jobs N]
 
 `check` compares with fp64, poisons outputs, surrounds them with guard words, and compares the bits of a
 row for every number of rows from 1 to 32 and in prefill. `time` replays CUDA graphs over data several times
 the L2 and reports the median, next to ceilings measured in the same run: HBM read by a plain kernel, bf16
-matrix rate of torch, copies from pinned memory. `--sweep` also times the candidate tiles that the tables in
-`kernels/configs.py` were chosen from. Kernels are compiled first, by `--jobs` processes; the weights are
+matrix rate of torch, copies from pinned memory. `--only` picks from checks, experts, host_reads, attention,
+linear, small and sweep; sweep, which must be named, times the candidate tiles that the tables in
+`kernels/configs.py` were chosen from (`--match` picks among them). Kernels are compiled first, by `--jobs` processes; the weights are
 random. Exit code 1 if any check failed.
 """
 
@@ -46,6 +47,7 @@ HIDDEN, INNER, EXPERTS, CHOICES, LAYERS = 4096, 14336, 8, 2, 4
 HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
 TOLERANCE = {"fp32": 2e-6, "bf16": 6e-3, "fp16": 8e-4}  # relative error of a whole output, in norm
 DENSE = {"q": (4096, 4096), "k": (1024, 4096), "o": (4096, 4096), "gate": (14336, 4096)}
+PARTS = ["checks", "experts", "host_reads", "attention", "linear", "small", "sweep"]
 DENSE |= {"down": (4096, 14336), "head": (32000, 4096)}
 
 
@@ -586,7 +588,7 @@ def sweep_linear(entry: tuple, n: int, k: int) -> float:
         return replay_ms([lambda w=w: linear(x, w) for w in weights], 9)
 
 
-def sweeps() -> list[tuple]:
+def sweeps(match: str) -> list[tuple]:
     """(name, function, arguments after the model) of every candidate."""
     jobs = [("up", e, tokens) for e in UP_FEW for tokens in (1, 5, 8)]
     jobs += [("down", e, tokens) for e in DOWN_FEW for tokens in (1, 5, 8)]
@@ -605,9 +607,9 @@ def sweeps() -> list[tuple]:
     return found
 
 
-def sweep(model: Mixtral) -> dict:
+def sweep(model: Mixtral, match: str) -> dict:
     rows = {}
-    for name, function, arguments in sweeps():
+    for name, function, arguments in sweeps(match):
         try:
             needs_model = function is sweep_experts
             rows[name] = function(model, *arguments) if needs_model else function(*arguments)
@@ -625,23 +627,25 @@ def one_launch(calls, repeats: int = 0) -> float:
     return 0.0
 
 
-def warm(index: int, count: int, with_sweep: bool) -> None:
+def warm(index: int, count: int, only: list[str], match: str) -> None:
     """Compile a share of what will be timed, by launching it once on one layer."""
     globals()["replay_ms"] = one_launch
     model = Mixtral(1)
     jobs = []
-    for tokens in (1, 17, 64, 128, 256, 512):
-        for part in ("up", "down", "combine"):
-            jobs.append(lambda t=tokens, p=part: one_launch(model.calls(t, p)[0]))
-    jobs += [lambda t=t: one_launch(attention_calls(t, 1024, 1)) for t in (1, 512)]
-    for name, (n, k) in DENSE.items():
+    if "experts" in only or "host_reads" in only:
+        for tokens in (1, 17, 64, 128, 256, 512):
+            for part in ("up", "down", "combine"):
+                jobs.append(lambda t=tokens, p=part: one_launch(model.calls(t, p)[0]))
+    if "attention" in only:
+        jobs += [lambda t=t: one_launch(attention_calls(t, 2048, 1)) for t in (1, 2048)]
+    for name, (n, k) in DENSE.items() if "linear" in only else ():
         w = [torch.empty(n, k, dtype=torch.bfloat16, device="cuda")]
         for tokens in (1, 17, 512):
             if tokens < 512 or name == "gate":
                 x = random((tokens, k), torch.bfloat16)
                 jobs.append(lambda x=x, w=w: one_launch([lambda: linear(x, w[0])]))
-    if with_sweep:
-        for _name, function, arguments in sweeps():
+    if "sweep" in only:
+        for _name, function, arguments in sweeps(match):
             if function is sweep_experts:
                 arguments = (model, *arguments)
             elif function is sweep_attention:
@@ -670,11 +674,13 @@ def run_warm(job) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="write the results here as JSON")
-    parser.add_argument("--skip-check", action="store_true")
-    parser.add_argument("--skip-time", action="store_true")
-    parser.add_argument("--sweep", action="store_true", help="also time the candidate tiles")
+    parser.add_argument("--only", default=",".join(PARTS[:-1]), help="parts, by name")
+    parser.add_argument("--match", default="", help="only candidates of the sweep with this text")
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1))
     options = parser.parse_args()
+    only = options.only.split(",")
+    if unknown := set(only) - set(PARTS):
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     result = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -690,44 +696,40 @@ def main() -> int:
 
     started = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        pending = []
-        if not options.skip_time:
-            shares = [(i, options.jobs, options.sweep) for i in range(options.jobs)]
-            pending = [pool.apply_async(run_warm, (share,)) for share in shares]
-        checks = (
-            [] if options.skip_check else [pool.apply_async(run_check, (job,)) for job in CHECKS]
-        )
+        shares = [(i, options.jobs, only, options.match) for i in range(options.jobs)]
+        pending = [pool.apply_async(run_warm, (share,)) for share in shares]
+        jobs = CHECKS if "checks" in only else []
         result["checks"] = {}
-        for check in checks:
+        for check in [pool.apply_async(run_check, (job,)) for job in jobs]:
             group, values, failures, seconds = check.get()
             result["checks"][group] = values | {"seconds": seconds}
             result["failures"] += failures
         for share in pending:
             share.get()
     print(f"compiled and checked in {time.perf_counter() - started:.0f} s", flush=True)
-    print("\n".join(result["failures"]) or "all checks hold", flush=True)
+    if "checks" in only:
+        print("\n".join(result["failures"]) or "all checks hold", flush=True)
     save()
-    if not options.skip_time:
-        result["ceilings"] = ceilings()
+    if only != ["checks"]:
+        ceiling = result["ceilings"] = ceilings()
         model = Mixtral(LAYERS)
         parts = {
-            "experts": lambda: time_experts(model, result["ceilings"]),
+            "experts": lambda: time_experts(model, ceiling),
             "host_reads": lambda: time_host_reads(model),
-            "attention": lambda: time_attention(result["ceilings"]),
-            "linear": lambda: time_linear(result["ceilings"]),
+            "attention": lambda: time_attention(ceiling),
+            "linear": lambda: time_linear(ceiling),
             "small": time_small,
+            "sweep": lambda: sweep(model, options.match),
         }
-        if options.sweep:
-            parts["sweep"] = lambda: sweep(model)
         for name, part in parts.items():
-            started = time.perf_counter()
-            result[name] = part()
-            print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
-            save()
-        for name in ("ceilings", "experts", "host_reads", "attention", "linear", "small"):
-            for row, values in result[name].items():
+            if name in only:
+                result[name] = part()
+                save()
+        for name in ("ceilings", *PARTS[1:]):
+            for row, values in result.get(name, {}).items():
                 shown = values.items() if isinstance(values, dict) else [("", values)]
-                print(f"{name:10} {row:26}", *(f"{k} {v:.4g}" for k, v in shown))
+                texts = (f"{k} {v if isinstance(v, str) else format(v, '.4g')}" for k, v in shown)
+                print(f"{name:10} {row:26}", *texts)
     return 1 if result["failures"] else 0
 
 
