@@ -170,7 +170,9 @@ class Engine:
     ) -> Generation:
         """Continue a text, or a sequence of token ids. Nothing runs before the first piece is asked for."""
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return self._generation(tokens, sampling, max_tokens, stop, wait, cancel, on_progress)
+        return self._generation(
+            tokens, sampling, max_tokens, stop, wait, cancel, on_progress, continues=True
+        )
 
     def chat(
         self,
@@ -204,6 +206,7 @@ class Engine:
         wait: bool,
         cancel: threading.Event | None,
         on_progress: OnProgress | None,
+        continues: bool = False,
     ) -> Generation:
         if self._closed:
             raise BusyError("the engine is closed")
@@ -227,6 +230,7 @@ class Engine:
             wait=wait,
             cancel=cancel,
             on_progress=on_progress,
+            continues=continues,
         )
         return Generation(run)
 

@@ -124,6 +124,7 @@ class Run:
         wait: bool,
         cancel: threading.Event | None,
         on_progress: OnProgress | None,
+        continues: bool = False,
     ):
         self.cancelled = _Cancel(cancel)
         self.result: Result | None = None
@@ -131,7 +132,8 @@ class Run:
         self._prompt = list(prompt)
         self._sampling = sampling
         self._max_tokens = max_tokens
-        self._stop = tuple(stop)
+        self._stops = StopMatcher(stop)
+        self._continues = continues  # the answer goes on in the prompt's text, space and all
         self._wait = wait
         self._on_progress = on_progress
         self._stepping = threading.Lock()  # one step at a time, from whatever thread
@@ -207,7 +209,8 @@ class Run:
     def _decode(self, answer: _Answer) -> Iterator[str]:
         engine, decoder = self._engine, self._engine.decoder
         sampler = Sampler(self._sampling, engine.num_tokens, len(self._prompt))
-        text, stops = engine.tokenizer.stream(), StopMatcher(self._stop)
+        text = engine.tokenizer.stream(after=self._prompt if self._continues else ())
+        stops = self._stops
         decoder.session.start(self._prompt)
         decoder.prefill(self.cancelled, self._on_progress)
         while (room := self._room(answer)) > 0:
@@ -230,6 +233,8 @@ class Run:
                 break
         if not stops.hit:
             rest = stops.push(text.finish()) + stops.finish()
+            if stops.hit:
+                answer.reason = "stop"
             answer.text += rest
             if rest:
                 yield rest

@@ -97,6 +97,30 @@ def test_stop_strings_end_the_text_before_them(engine):
     assert got.result.finish_reason == "stop"
 
 
+def test_one_stop_string_is_not_taken_for_its_letters(engine):
+    whole = engine.generate(PROMPT, max_tokens=40).result.text
+    assert engine.generate(PROMPT, max_tokens=40, stop=whole[3:5]).result.text.startswith(whole[:3])
+    with pytest.raises(UsageError, match="a stop string must be text"):
+        engine.generate(PROMPT, stop=[""])
+
+
+def test_kind_e_o11_a_continued_text_keeps_its_space_and_an_answer_has_none(tmp_path):
+    """SentencePiece text begins with a space that is dropped; a continuation does not begin."""
+    pack = tiny.tiny_pack(tmp_path, tokenizer="byte-fallback", scale_head=4.0)
+    with Engine.load(pack, device="cpu") as engine:
+        texts = set()
+        for seed in range(30):
+            sampling = SamplingParams(temperature=2.0, seed=seed)
+            prompt = engine.tokenizer.encode("the")
+            result = engine.generate("the", max_tokens=4, sampling=sampling).result
+            whole = engine.tokenizer.decode([*prompt, *result.token_ids])
+            assert "the" + result.text == whole
+            answer = engine.chat(MESSAGES, max_tokens=4, sampling=sampling).result
+            assert answer.text == engine.tokenizer.decode(answer.token_ids)
+            texts.add(result.text[:1])
+        assert " " in texts
+
+
 # --- one caller at a time, kind L -----------------------------------------------------------------
 
 
