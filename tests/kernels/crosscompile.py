@@ -1,23 +1,35 @@
-"""Compile what the launchers would launch, for GPUs that are not here. Run as a script, it prints JSON.
+"""Compile what the launchers would launch, for GPUs that are not here: `crosscompile.py 8.6 9.0 ...`.
 
-Each job runs a real launcher on small CPU tensors whose kernels are replaced by recorders, under a stubbed
-compute capability; what was recorded is compiled by Triton for that capability and described: instructions
-of the weight loads, registers spilled, shared memory. A script of its own because Triton decides between
-interpreter and compiler when it is imported.
+Each job runs a real launcher on CPU tensors whose kernels are replaced by recorders, under a stubbed
+compute capability; what was recorded is compiled by Triton for that capability and described, one
+line of JSON per kernel: loads, matrix instructions, shared memory, stack. A script of its own,
+because Triton decides between interpreter and compiler when it is imported.
 """
 
+import json
 import re
-import time
+import subprocess
+import sys
+import tempfile
 import types
 from pathlib import Path
 
-import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+import spmoe_lite  # noqa: E402, F401
 
+sys.path.remove(str(ROOT))
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from spmoe_lite.config import ExpertLayout  # noqa: E402
+from spmoe_lite.kernels import attention_triton, expert_gemm_triton, linear_triton  # noqa: E402
+
+HIDDEN, INNER, CHOICES, EXPERTS = 4096, 14336, 2, 8
+EXPERT_JOBS = [("up", 1), ("up", 32), ("up", 256), ("up", 512), ("down", 1), ("down", 512)]
 POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -36,11 +48,8 @@ class Recorder:
     def __getitem__(self, grid):
         def launch(*args, num_warps, enable_fp_fusion, num_stages=3, **kwargs):
             bound = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
-            options = {
-                "num_warps": num_warps,
-                "num_stages": num_stages,
-                "enable_fp_fusion": enable_fp_fusion,
-            }
+            options = {"num_warps": num_warps, "num_stages": num_stages}
+            options["enable_fp_fusion"] = enable_fp_fusion
             self.launches.append((self.kernel, bound, options))
 
         return launch
@@ -61,39 +70,94 @@ def record(module: types.ModuleType, capability: tuple[int, int], call) -> list:
     return launches
 
 
-def compile_launch(kernel, bound: dict, options: dict, capability: tuple[int, int]) -> dict:
+def stack_bytes(cubin: bytes) -> int:
+    """Bytes of local memory per thread: what did not fit in registers."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        command = [str(tool), "-res-usage", str(path)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", text).group(1))
+
+
+def describe(kernel, bound: dict, options: dict, capability: tuple[int, int]) -> dict:
     """Compile one recorded launch and describe the result."""
-    constexpr = {param.name for param in kernel.params if param.is_constexpr}
     signature, constants, aligned = {}, {}, {}
     for index, param in enumerate(kernel.params):
         value = bound[param.name]
-        if param.name in constexpr:
+        if param.is_constexpr:
             signature[param.name], constants[param.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[param.name] = POINTERS[value.dtype]
             aligned[index,] = [["tt.divisibility", 16]]  # as torch allocates
         else:
             signature[param.name] = "fp32" if isinstance(value, float) else "i32"
-    major, minor = capability
-    started = time.perf_counter()
     binary = triton.compile(
         ASTSource(kernel, signature, constants, aligned),
-        target=GPUTarget("cuda", major * 10 + minor, 32),
+        target=GPUTarget("cuda", capability[0] * 10 + capability[1], 32),
         options=options,
     )
     ptx = binary.asm["ptx"]
+    loads = re.findall(r"ld\.global[.\w:]*?\.((?:v\d\.)?[bf]\d+)\b", ptx)
+    async_bytes = re.findall(r"cp\.async\.\w+\.shared\.global[^;]*?\], *(0x\w+|\d+)", ptx)
+    matrix = re.findall(r"(wgmma\.mma_async|mma\.sync)", ptx)
     return {
         "kernel": kernel.fn.__name__,
-        "capability": f"{major}.{minor}",
+        "capability": "{}.{}".format(*capability),
         "options": options,
         "constants": {name: str(value) for name, value in constants.items()},
+        "loads": sorted(set(loads)),
+        "async_bytes": sorted({int(count, 0) for count in async_bytes}),
+        "matrix": sorted(set(matrix)),
         "shared": binary.metadata.shared,
-        "local_bytes": sum(int(n) for n in re.findall(r"\.local .*\[(\d+)\]", ptx)),
-        "async_copies": sorted(
-            set(re.findall(r"cp\.async\.\w+\.shared\.global [^;]*?, (0x\w+|\d+)", ptx))
-        ),
-        "global_loads": sorted(set(re.findall(r"ld\.global[.\w:]*", ptx))),
-        "matrix": sorted(set(re.findall(r"(?:wgmma\.mma_async|mma\.sync)[.\w:]*", ptx))),
-        "cubin": binary.asm["cubin"],
-        "seconds": round(time.perf_counter() - started, 2),
+        "stack": stack_bytes(binary.asm["cubin"]),
     }
+
+
+def expert_call(kind: str, tokens: int, dtype: torch.dtype, name: str):
+    size = HIDDEN * INNER * dtype.itemsize
+    layout = ExpertLayout(name, HIDDEN, INNER, 0, size, 2 * size, 3 * size)
+    experts = torch.zeros(tokens, CHOICES, dtype=torch.int32)
+    use = torch.zeros(EXPERTS, 3, dtype=torch.int64)
+    h = torch.empty(tokens, CHOICES, INNER, dtype=dtype)
+    if kind == "up":
+        x = torch.empty(tokens, HIDDEN, dtype=dtype)
+        return lambda: expert_gemm_triton.expert_up_triton(x, experts, use, layout, h)
+    out = torch.empty(tokens, CHOICES, HIDDEN, dtype=dtype)
+    return lambda: expert_gemm_triton.expert_down_triton(h, experts, use, layout, out)
+
+
+def jobs(capability: tuple[int, int]):
+    """(module, call) of most tiles on 8.6 and 9.0, of those that need most elsewhere."""
+    name, dtype = ("fp16", torch.float16) if capability < (8, 0) else ("bf16", torch.bfloat16)
+    brief = capability not in ((8, 6), (9, 0))
+    for kind, tokens in [("up", 1), ("up", 512)] if brief else EXPERT_JOBS:
+        yield expert_gemm_triton, expert_call(kind, tokens, dtype, name)
+    for tokens in () if brief else (1, 512):
+        x, w = torch.empty(tokens, 4096, dtype=dtype), torch.empty(4096, 4096, dtype=dtype)
+        yield linear_triton, lambda x=x, w=w: linear_triton.linear_triton(x, w)
+    for tokens in (2048,) if brief else (1, 2048):
+        q = torch.empty(tokens, 32, 128, dtype=dtype)
+        kv = torch.empty(4096, 8, 128, dtype=dtype)
+        yield (
+            attention_triton,
+            lambda q=q, kv=kv: attention_triton.attention_triton(q, kv, kv, 1024),
+        )
+
+
+def main() -> None:
+    seen = set()
+    for text in sys.argv[1:]:
+        major, minor = map(int, text.split("."))
+        for module, call in jobs((major, minor)):
+            for launch in record(module, (major, minor), call):
+                constants = {k: v for k, v in launch[1].items() if not torch.is_tensor(v)}
+                key = repr((text, launch[0].fn.__name__, constants, launch[2]))
+                if launch[0].fn.__name__ != "_order_kernel" and key not in seen:
+                    print(json.dumps(describe(*launch, (major, minor))), flush=True)
+                seen.add(key)
+
+
+if __name__ == "__main__":
+    main()

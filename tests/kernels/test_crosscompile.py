@@ -1,0 +1,66 @@
+"""Every shipped tile, compiled for its card on a machine without one (`crosscompile.py`)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SHARED_KB = {"7.5": 64, "8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "12.0": 99}
+HALVES = [["9.0", "7.5", "8.0"], ["8.6", "8.9", "12.0"]]  # two processes
+PARKED = 64  # bytes: a few values that ptxas puts aside around the loop to fit more programs
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> list[dict]:
+    """One description per kernel and card."""
+    pytest.importorskip("triton", reason="Triton is declared for Linux only")
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    environment.pop("TRITON_INTERPRET", None)
+    script = str(Path(__file__).with_name("crosscompile.py"))
+    started = [
+        subprocess.Popen(
+            [sys.executable, script, *half], env=environment, stdout=subprocess.PIPE, text=True
+        )
+        for half in HALVES
+    ]
+    lines = [line for process in started for line in process.communicate()[0].splitlines()]
+    assert [process.returncode for process in started] == [0, 0]
+    return [json.loads(line) for line in lines]
+
+
+def test_every_card_was_compiled_for(compiled):
+    assert {entry["capability"] for entry in compiled} == set(SHARED_KB)
+    assert {entry["kernel"] for entry in compiled} >= {
+        "_expert_gemm_kernel",
+        "_linear_kernel",
+        "_attention_kernel",
+        "_merge_kernel",
+    }
+
+
+def test_weights_are_loaded_sixteen_bytes_at_a_time(compiled):
+    """The address of an expert is a number until the cast: without the hint every load is 2 bytes."""
+    for entry in compiled:
+        if entry["kernel"] in ("_expert_gemm_kernel", "_linear_kernel"):
+            assert not {"b16", "b8"} & set(entry["loads"]), entry
+            if entry["capability"] == "7.5":
+                assert "v4.b32" in entry["loads"], entry
+            else:
+                assert entry["async_bytes"] == [16], entry
+
+
+def test_shared_memory_fits_and_registers_do_not_spill(compiled):
+    for entry in compiled:
+        assert entry["shared"] <= SHARED_KB[entry["capability"]] * 1024, entry
+        assert entry["stack"] <= PARKED, entry
+
+
+def test_one_kind_of_matrix_instruction_per_card(compiled):
+    """A row would change its bits with the number of rows if tiles took different instructions."""
+    kinds = {"7.5": [], "9.0": ["wgmma.mma_async"]}
+    for entry in compiled:
+        if entry["kernel"] in ("_expert_gemm_kernel", "_linear_kernel", "_attention_kernel"):
+            assert entry["matrix"] == kinds.get(entry["capability"], ["mma.sync"]), entry
