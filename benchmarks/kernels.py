@@ -2,13 +2,14 @@
 
     python benchmarks/kernels.py [--out FILE] [--only NAME,...] [--match TEXT] [--jobs N]
 
-`check` compares with fp64, poisons outputs, surrounds them with guard words, and compares the bits of a
-row for every number of rows from 1 to 32 and in prefill. `time` replays CUDA graphs over data several times
-the L2 and reports the median, next to ceilings measured in the same run: HBM read by a plain kernel, bf16
-matrix rate of torch, copies from pinned memory. `--only` picks from checks, experts, host_reads, attention,
-linear, small and sweep; sweep, which must be named, times the candidate tiles that the tables in
-`kernels/configs.py` were chosen from (`--match` picks among them). Kernels are compiled first, by `--jobs` processes; the weights are
-random. Exit code 1 if any check failed.
+`check` compares with fp64, poisons outputs, surrounds them with guard words, and compares the bits
+of a row for every number of rows from 1 to 32 and in prefill. `time` replays CUDA graphs over data
+several times the L2 and reports the median, next to ceilings measured in the same run: HBM read by
+a plain kernel, bf16 matrix rate of torch, copies from pinned memory. `--only` picks from checks,
+experts, host_reads, attention, linear, small and sweep; sweep, which must be named, times the
+candidate tiles that the tables in `kernels/configs.py` were chosen from (`--match` picks among
+them). Kernels are compiled first, by `--jobs` processes; the weights are random. Exit code 1 if
+any check failed.
 """
 
 import argparse
@@ -184,7 +185,7 @@ def check_experts(dtype: str) -> Checks:
 
 
 def check_far_slot() -> Checks:
-    """First and last slot of a slab of more than 2^31 elements; tokens x width beyond 2^31 bytes."""
+    """First and last slot of a slab of more than 2^31 elements, reading and writing through."""
     checks = Checks("64-bit offsets")
     shape = layout("bf16", 256, 512)
     slots = (1 << 32) // shape.stride + 3  # bytes beyond 2^32, bf16 elements beyond 2^31

@@ -8,6 +8,6 @@
 | `linear.py` | every other matrix product |
 | `norm.py`, `rope.py` | RMS norm; rotary embedding |
 
-The device decides: a CPU tensor takes the reference, a CUDA tensor the kernel of `*_triton.py`, which is
-imported at that moment and not before. Nothing here knows of slots, files or models.
+The device decides: a CPU tensor takes the reference, a CUDA tensor the kernel of `*_triton.py`,
+which is imported at that moment and not before. Nothing here knows of slots, files or models.
 """

@@ -2,12 +2,12 @@
 
     S = q K^T / sqrt(D);  P = softmax(S over the visible keys);  out = P V
 
-Row i is position p = start + i and sees the keys j with j <= p and, with a window w, j > p - w (Mistral's
-sliding window). Query head h reads KV head h // (Hq / Hkv). Decode, verify and prefill are one function:
-they differ only in T and start.
+Row i is position p = start + i and sees the keys j with j <= p and, with a window w, j > p - w
+(Mistral's sliding window). Query head h reads KV head h // (Hq / Hkv). Decode, verify and prefill
+are one function: they differ only in T and start.
 
-The reference is torch's fused attention. The kernel, its fixed split of the context and why a row has the
-same bits for any T are described in `attention_triton.py`.
+The reference is torch's fused attention. The kernel, its fixed split of the context and why a row
+has the same bits for any T are described in `attention_triton.py`.
 """
 
 import torch

@@ -1,25 +1,28 @@
 """Triton kernels of attention against the KV cache; equation and contract in `attention.py`.
 
-The context is cut into splits at absolute positions, whatever T, start and window are: 128 keys each
-up to 1024, then 256 up to 4096, 512 up to 16384, and 1024 beyond, so that a short context gives the
-card enough programs and a long one no needless ones. Within a split the softmax runs online over
-blocks of keys and leaves (m, l, acc): a bound m of the scores, the sum of 2^(score - m), and the sum of
-values so weighted. Splits are then added one after the other, in rising order, at a common m:
+The context is cut into splits at absolute positions, whatever T, start and window are: 128 keys
+each up to 1024, then 256 up to 4096, 512 up to 16384, and 1024 beyond, so that a short context
+gives the card enough programs and a long one no needless ones. Within a split the softmax runs
+online over blocks of keys and leaves (m, l, acc): a bound m of the scores, the sum of 2^(score -
+m), and the sum of values so weighted. Splits are then added one after the other, in rising order,
+at a common m:
 
     l = l_0 2^(m_0 - m) + l_1 2^(m_1 - m) + ...;  acc likewise;  out = acc / l
 
-m is the largest score rounded up to a whole number. Every change of m is thus a multiplication by a
-power of two, which changes no bit of a mantissa: it does not matter when it happens, nor how often.
+m is the largest score rounded up to a whole number. Every change of m is thus a multiplication by
+a power of two, which changes no bit of a mantissa: it does not matter when it happens, nor how
+often.
 
 Decode and verify make each split a program of its own, which fills the card (flash decoding), and
-`_merge_kernel` adds. Prefill, which has programs enough, walks through the splits of its rows in one
-program and adds as it goes. Both give the same bits: the additions are the same in the same order, a
-split or a block that a row does not see adds zero, and a row's place in its tile changes nothing. So the
-bits of a row do not depend on T, on where a chunk began, or on which of the two ways was taken.
+`_merge_kernel` adds. Prefill, which has programs enough, walks through the splits of its rows in
+one program and adds as it goes. Both give the same bits: the additions are the same in the same
+order, a split or a block that a row does not see adds zero, and a row's place in its tile changes
+nothing. So the bits of a row do not depend on T, on where a chunk began, or on which of the two
+ways was taken.
 
 The query heads that share a KV head are rows of one tile: key and value are read once for all of
-them. The size of the tile is one for all T on a card, because the order of a sum over the keys of a
-block follows from it.
+them. The size of the tile is one for all T on a card, because the order of a sum over the keys of
+a block follows from it.
 Sources: FlashAttention-2, arXiv 2307.08691; Flash-Decoding (Dao et al. 2023); online softmax,
 Milakov and Gimelshein 2018, arXiv 1805.02867.
 """
@@ -153,7 +156,8 @@ def _attention_kernel(
         if WINDOWED:
             split += _splits_up_to(tl.maximum(start - window + 1, 0)) - 1
         m, l, acc = _attend_split(  # noqa: E741
-            q, position, k_ptr, v_ptr, _split_begin(split), tl.minimum(_split_begin(split + 1), end),
+            q, position, k_ptr, v_ptr,
+            _split_begin(split), tl.minimum(_split_begin(split + 1), end),
             window, scale, HEADS_K * D, D, WINDOWED, BLOCK_ROWS, BLOCK_KEYS, BLOCK_D,
         )  # fmt: skip
         num_rows = num_tokens.to(tl.int64) * (HEADS_K * GROUP)

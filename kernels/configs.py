@@ -1,14 +1,14 @@
 """Tile sizes of the kernels, by compute capability. A table: nothing is tuned while a user waits.
 
-`n` weight rows by `t` token columns are one program's tile, `k` is the step of its K loop, `stages`
-how many steps are in flight. Sizes are bounded by shared memory per block (8.6, 8.9, 12.0: 99 KB;
-8.0: 163 KB; 9.0: 227 KB; 7.5: 64 KB) and by registers; a test compiles the entries for each
-capability and checks both. The entries for 9.0 were chosen by `benchmarks/kernels.py --sweep` on an
-H200, the others by arithmetic.
+`n` weight rows by `t` token columns are one program's tile, `k` is the step of its K loop,
+`stages` how many steps are in flight. Sizes are bounded by shared memory per block (8.6, 8.9,
+12.0: 99 KB; 8.0: 163 KB; 9.0: 227 KB; 7.5: 64 KB) and by registers; a test compiles the entries
+for each capability and checks both. The entries for 9.0 were chosen by `benchmarks/kernels.py
+--sweep` on an H200, the others by arithmetic.
 
 The bits of a row must not depend on the number of rows, so entries of one capability and dtype may
-differ in everything but the kind of matrix instruction. On 9.0 that is wgmma: n is a multiple of 64
-and warps of 4 in all 16-bit entries, or none would be.
+differ in everything but the kind of matrix instruction. On 9.0 that is wgmma: n is a multiple of
+64 and warps of 4 in all 16-bit entries, or none would be.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ Kind = Literal["up", "down", "dense"]
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One configuration of `expert_gemm_triton` or `linear_triton`; of n rows, up has n / 2 of each."""
+    """One configuration of the matrix kernels; of its n rows, "up" has half gate, half up."""
 
     n: int
     k: int
@@ -109,5 +109,5 @@ def attention_tile(capability: tuple[int, int], dtype: torch.dtype) -> Attention
 
 
 def capability_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Compute capability of the tensor's device; 8.6 for a CPU tensor under Triton's interpreter."""
+    """Compute capability of the tensor's device; 8.6 for a CPU tensor under the interpreter."""
     return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (8, 6)

@@ -4,18 +4,19 @@
     p[t, j] = h[t, j] D_e^T
     y[t]    = sum over j = 0 .. k-1, in this order, of weights[t, j] * p[t, j]     (fp32)
 
-The three matrices of an expert are found by address, not by tensor: `use` is a table [n, 3] int64 of
-(expert id, address of its bytes, address to write them to as well, or 0), and `ExpertLayout` says where in
-those bytes each matrix lies. The address may be a slot of the slab or page-locked host memory; whoever made
-the table answers for both staying valid until the launch is over. Addresses are multiples of 16.
+The three matrices of an expert are found by address, not by tensor: `use` is a table [n, 3] int64
+of (expert id, address of its bytes, address to write them to as well, or 0), and `ExpertLayout`
+says where in those bytes each matrix lies. The address may be a slot of the slab or page-locked
+host memory; whoever made the table answers for both staying valid until the launch is over.
+Addresses are multiples of 16.
 
-A layer may be served in several groups: each call of `expert_up` and `expert_down` fills the rows of the
-experts in its table and touches no other, and every (row, choice) has a place of its own, so that the sum
-does not know in which order the groups came. An expert of the table that no row asks for is neither read
-nor written; an id of -1 marks an unused line of the table.
+A layer may be served in several groups: each call of `expert_up` and `expert_down` fills the rows
+of the experts in its table and touches no other, and every (row, choice) has a place of its own,
+so that the sum does not know in which order the groups came. An expert of the table that no row
+asks for is neither read nor written; an id of -1 marks an unused line of the table.
 
-Activations are rounded to the weights' dtype where the two differ; sums are fp32. The bits of a row do not
-depend on which other experts are in the table; on the GPU not on the other rows either.
+Activations are rounded to the weights' dtype where the two differ; sums are fp32. The bits of a
+row do not depend on which other experts are in the table; on the GPU not on the other rows either.
 Sources: SwiGLU, Shazeer 2020, arXiv 2002.05202; Mixtral, arXiv 2401.04088.
 """
 
@@ -75,7 +76,7 @@ def expert_down(
 
 
 def combine(partial: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """partial [T, k, H], weights [T, k] fp32 -> [T, H] in partial's dtype, added in the router's order."""
+    """partial [T, k, H], weights [T, k] fp32 -> [T, H] in partial's dtype, in the router's order."""
     if partial.is_cuda:
         from .expert_gemm_triton import combine_triton
 
@@ -131,7 +132,7 @@ def combine_reference(partial: torch.Tensor, weights: torch.Tensor) -> torch.Ten
 def _rows_by_expert(
     experts: torch.Tensor, use: torch.Tensor
 ) -> list[tuple[torch.Tensor, int, int]]:
-    """For each line of `use` whose expert has rows: (its t * k + j in rising order, two addresses)."""
+    """For each line of `use` whose expert has rows: its t * k + j, rising, and both addresses."""
     flat = experts.reshape(-1)
     order = flat.argsort(stable=True)
     ends = [
@@ -147,7 +148,7 @@ def _rows_by_expert(
 
 @lru_cache(maxsize=8192)  # a view of an address owns nothing and stays true whatever lies there
 def _matrices(address: int, layout: ExpertLayout) -> tuple[torch.Tensor, ...]:
-    """gate [I, H], up [I, H] and down [H, I] of the expert whose bytes begin at `address`, not copied."""
+    """gate [I, H], up [I, H], down [H, I] of the expert that begins at `address`, not copied."""
     hidden, inner = layout.hidden_size, layout.intermediate_size
     shapes = (
         (layout.gate_offset, (inner, hidden)),

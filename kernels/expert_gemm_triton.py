@@ -1,19 +1,20 @@
 """Triton kernels of the experts: equations and contract in `expert_gemm.py`.
 
-`_expert_gemm_kernel` is both products: with GATED its weight tile is half rows of gate and half rows of up,
-and SwiGLU joins the halves; without, it multiplies by down. One program owns BLOCK_N weight rows of one expert and a tile of the rows that chose
-it. Up to 32 tokens the tile is all tokens: each column looks up whether and where its token chose the expert,
-so nothing is sorted and the expert's bytes are read once, from wherever they lie. For more tokens
-`_order_kernel` first lists each expert's rows on the device; programs beyond the end of a list stop at once.
-Nothing on the host depends on the routing.
+`_expert_gemm_kernel` is both products: with GATED its weight tile is half rows of gate and half
+rows of up, and SwiGLU joins the halves; without, it multiplies by down. One program owns BLOCK_N
+weight rows of one expert and a tile of the rows that chose it. Up to 32 tokens the tile is all
+tokens: each column looks up whether and where its token chose the expert, so nothing is sorted and
+the expert's bytes are read once, from wherever they lie. For more tokens `_order_kernel` first
+lists each expert's rows on the device; programs beyond the end of a list stop at once. Nothing on
+the host depends on the routing.
 
-The address of an expert becomes a pointer inside the kernel. The cast loses what is known of its alignment,
-so it is declared again after the cast; without it every load is scalar (2.7 instead of 4.2 TB/s, H200). With
-a second address the weights are stored there as they are read, so that an expert in host memory crosses the
-bus once for both uses.
+The address of an expert becomes a pointer inside the kernel. The cast loses what is known of its
+alignment, so it is declared again after the cast; without it every load is scalar (2.7 instead of
+4.2 TB/s, H200). With a second address the weights are stored there as they are read, so that an
+expert in host memory crosses the bus once for both uses.
 
-Same bits for a row whatever stands beside it: see `tile_triton.py`; each (row, choice) is written by one
-program at a place of its own, and `_combine_kernel` adds the choices in the router's order.
+Same bits for a row whatever stands beside it: see `tile_triton.py`; each (row, choice) is written
+by one program at a place of its own, and `_combine_kernel` adds the choices in the router's order.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _order_kernel(
             tl.int32
         )
         place = count + tl.cumsum(chosen, axis=0) - 1
-        # A token that named an expert twice would run past the list: it is cut, not written next door.
+        # A token that named an expert twice would run past the list: cut, not written next door.
         tl.store(order_ptr + place, pair, mask=(chosen != 0) & (place < num_tokens))
         count += tl.sum(chosen, axis=0)
     tl.store(counts_ptr + line, tl.minimum(count, num_tokens))

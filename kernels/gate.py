@@ -2,9 +2,9 @@
 
     logits = x router^T (fp32);  experts = top K of logits;  weights = softmax over those K
 
-This is Mixtral's rule: a softmax over all E, cut to K and divided by its sum, is a softmax over the K.
-Equal logits: the lowest expert id wins. A row with NaN gives NaN weights and K different, valid ids, so
-that the damage reaches the logits, where it is an error, and never an address.
+This is Mixtral's rule: a softmax over all E, cut to K and divided by its sum, is a softmax over
+the K. Equal logits: the lowest expert id wins. A row with NaN gives NaN weights and K different,
+valid ids, so that the damage reaches the logits, where it is an error, and never an address.
 Sources: Shazeer et al. 2017, arXiv 1701.06538; Mixtral, arXiv 2401.04088.
 """
 

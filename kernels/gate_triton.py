@@ -1,7 +1,7 @@
 """Triton kernel of the router: one program per token makes the logits and picks the best K.
 
-A row of E <= 512 logits stays in registers, and K sweeps of argmax beat a sort. Each program reads the whole
-router (64 KB for Mixtral) out of the L2. Rule, ties and NaN: `gate.py`.
+A row of E <= 512 logits stays in registers, and K sweeps of argmax beat a sort. Each program reads
+the whole router (64 KB for Mixtral) out of the L2. Rule, ties and NaN: `gate.py`.
 """
 
 import torch
@@ -64,6 +64,7 @@ def gate_topk_triton(
         _gate_topk_kernel[(tokens,)](
             x, router, weights, experts,
             E=num_experts, H=hidden, CHOICES=k, BLOCK_E=block_e, BLOCK_C=triton.next_power_of_2(k),
-            BLOCK_H=min(triton.next_power_of_2(hidden), max(16, TILE // block_e)), num_warps=WARPS, enable_fp_fusion=True,
+            BLOCK_H=min(triton.next_power_of_2(hidden), max(16, TILE // block_e)),
+            num_warps=WARPS, enable_fp_fusion=True,
         )  # fmt: skip
     return weights, experts

@@ -1,12 +1,14 @@
 """Dense matrix product: y = x W^T + b, accumulated in fp32.
 
-On the GPU the bits of a row do not depend on how many rows stand beside it: `linear_triton.py` says how.
-On the CPU this is torch's own product. Rows may differ in the last bit with their number there.
+On the GPU the bits of a row do not depend on how many rows stand beside it: `linear_triton.py`
+says how. On the CPU this is torch's own product. Rows may differ in the last bit with their number
+there.
 
-Which product is fast on a CPU depends on dtype and rows (measured: Zen 5, two cores, torch 2.13). fp32 up
-to 8 rows: W x^T reads 30 to 40 GB/s of weights where x W^T reads 8 to 15, and a single row is worth
-doubling to leave the slow one-row path. bf16 has a native product on machines with AVX-512; elsewhere torch
-falls to a scalar loop that is slower than widening the weights. fp16 has only that loop beyond a few rows.
+Which product is fast on a CPU depends on dtype and rows (measured: Zen 5, two cores, torch 2.13).
+fp32 up to 8 rows: W x^T reads 30 to 40 GB/s of weights where x W^T reads 8 to 15, and a single row
+is worth doubling to leave the slow one-row path. bf16 has a native product on machines with
+AVX-512; elsewhere torch falls to a scalar loop that is slower than widening the weights. fp16 has
+only that loop beyond a few rows.
 """
 
 import torch

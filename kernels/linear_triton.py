@@ -1,13 +1,14 @@
 """Triton kernels of the dense product: y = x W^T + b.
 
-A matrix of 4096 rows is 64 tiles, too few to keep the memory of a large card busy. So K is cut into segments,
-by the shape of W alone, and
+A matrix of 4096 rows is 64 tiles, too few to keep the memory of a large card busy. So K is cut
+into segments, by the shape of W alone, and
 
     y = ((s_0 + s_1) + s_2) + ... (+ b),    s_i = the product over segment i, fp32
 
-Up to 32 rows each segment is a program of its own that writes s_i, and a second kernel adds them in this
-order. For more rows one program walks through its segments and adds them in the same order. Both therefore
-give the same bits, and so does any number of rows between 1 and the longest prefill.
+Up to 32 rows each segment is a program of its own that writes s_i, and a second kernel adds them
+in this order. For more rows one program walks through its segments and adds them in the same
+order. Both therefore give the same bits, and so does any number of rows between 1 and the longest
+prefill.
 """
 
 import torch
@@ -58,8 +59,8 @@ def _linear_kernel(
         for later in range(1, SEGMENTS):
             begin = later * SEGMENT
             y += dot_tile(
-                w_ptr, x_ptr, w_ptr, rows, token, mine, begin, tl.minimum(begin + SEGMENT, K), K, False,
-                BLOCK_N, BLOCK_K, BLOCK_T,
+                w_ptr, x_ptr, w_ptr, rows, token, mine, begin, tl.minimum(begin + SEGMENT, K), K,
+                False, BLOCK_N, BLOCK_K, BLOCK_T,
             )  # fmt: skip
     if BIAS and not SPREAD:
         y += tl.load(bias_ptr + rows).to(tl.float32)[:, None]

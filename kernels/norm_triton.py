@@ -1,4 +1,4 @@
-"""Triton kernel of RMS norm: one program per row, which stays in registers; equation in `norm.py`."""
+"""Triton kernel of RMS norm, equation in `norm.py`: one program per row, kept in registers."""
 
 import torch
 import triton

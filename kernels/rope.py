@@ -3,8 +3,9 @@
     y[:half] = x[:half] * cos - x[half:] * sin
     y[half:] = x[half:] * cos + x[:half] * sin
 
-Lane i pairs with lane i + D/2, as Hugging Face checkpoints store it (not with lane i + 1, as the original
-Llama files do). The caller makes cos and sin, once for all layers. Source: Su et al. 2021, arXiv 2104.09864.
+Lane i pairs with lane i + D/2, as Hugging Face checkpoints store it (not with lane i + 1, as the
+original Llama files do). The caller makes cos and sin, once for all layers. Source: Su et al.
+2021, arXiv 2104.09864.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""Compile what the launchers would launch, for GPUs that are not here: `crosscompile.py 8.6 9.0 ...`.
+"""Compile what the launchers would launch, for GPUs that are not here: `crosscompile.py 8.6 9.0`.
 
-Each job runs a real launcher on CPU tensors whose kernels are replaced by recorders, under a stubbed
-compute capability; what was recorded is compiled by Triton for that capability and described, one
-line of JSON per kernel: loads, matrix instructions, shared memory, stack. A script of its own,
-because Triton decides between interpreter and compiler when it is imported.
+Each job runs a real launcher on CPU tensors whose kernels are replaced by recorders, under a
+stubbed compute capability; what was recorded is compiled by Triton for that capability and
+described, one line of JSON per kernel: loads, matrix instructions, shared memory, stack. A script
+of its own, because Triton decides between interpreter and compiler when it is imported.
 """
 
 import json

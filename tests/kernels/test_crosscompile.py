@@ -42,7 +42,7 @@ def test_every_card_was_compiled_for(compiled):
 
 
 def test_weights_are_loaded_sixteen_bytes_at_a_time(compiled):
-    """The address of an expert is a number until the cast: without the hint every load is 2 bytes."""
+    """An expert's address is a number until the cast: without the hint every load is 2 bytes."""
     for entry in compiled:
         if entry["kernel"] in ("_expert_gemm_kernel", "_linear_kernel"):
             assert not {"b16", "b8"} & set(entry["loads"]), entry

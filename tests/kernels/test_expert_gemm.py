@@ -1,4 +1,4 @@
-"""The experts' kernels: what they compute, what they leave alone, and what their bits may depend on."""
+"""The experts' kernels: what they compute, what they leave alone, what their bits depend on."""
 
 import mmap
 
