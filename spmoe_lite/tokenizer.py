@@ -38,7 +38,7 @@ import tokenizers
 from spmoe_lite.config import ModelConfig
 from spmoe_lite.errors import DamagedError, NotFoundError, SpmoeError, UnsupportedError, UsageError
 
-MAX_FILE_BYTES = 256 << 20  # the largest published tokenizer.json is about 35 MB
+MAX_FILE_BYTES = 64 << 20  # the largest published tokenizer.json is about 35 MB
 MAX_TOKENS = 1 << 22  # the largest published vocabulary is about 2^18
 
 # Classes of the reference library that add a BOS unless their configuration says no.
