@@ -24,6 +24,10 @@ import spmoe_lite  # noqa: E402, F401
 
 sys.path.remove(str(ROOT))
 
+sys.argv[0] = (
+    "pytest"  # not spmoe_lite.py, when that runs it: hints name how the program was started
+)
+
 if "tests" not in sys.modules:  # helpers are imported as tests.tiny, tests.oracle, ...
     sys.modules["tests"] = types.ModuleType("tests")
     sys.modules["tests"].__path__ = [str(ROOT / "tests")]
