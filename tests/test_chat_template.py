@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from spmoe_lite import chat_template as module
+from spmoe_lite import sandbox
 from spmoe_lite.chat_template import ChatTemplate
 from spmoe_lite.errors import DamagedError, NotFoundError, UnsupportedError, UsageError
 from spmoe_lite.tokenizer import Tokenizer
@@ -542,7 +542,7 @@ ATTACKS = {
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_is_refused_without_hanging_or_filling_memory(plain, attack, monkeypatch):
-    monkeypatch.setattr(module, "MAX_STEPS", 400_000)
+    monkeypatch.setattr(sandbox, "MAX_STEPS", 400_000)
     with pytest.raises(DamagedError) as error:
         ChatTemplate(ATTACKS[attack], plain, "chat_template.jinja").encode([user("x" * 100)])
     assert str(error.value).startswith("chat_template.jinja ") and "\n" not in str(error.value)
