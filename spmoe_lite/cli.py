@@ -36,7 +36,7 @@ NAME = "spmoe-lite"
 STARTED_AS = {"spmoe_lite.py": "python3 spmoe_lite.py", "__main__.py": "python3 -m spmoe_lite"}
 PROGRAM = STARTED_AS.get(Path(sys.argv[0]).name, NAME)  # what to type, in hints
 FIRST_PAIR = ("mixtral-8x7b", "mistral-7b")  # what `chat` offers to convert where there is no pack
-DEMO_PROMPT = "Explain in a few sentences why the sky is blue."
+DEMO_PROMPT = "Give me three tips for sleeping well."
 DEMO_TOKENS = 200  # of the demo's first answer, which should end some time
 PRECISIONS = ["bf16", "fp16", "fp32"]
 
@@ -305,12 +305,12 @@ def demo(prompt: str | None, gguf: Path | None, **given: Any) -> int:
     if given["slots"] is None and given["vram"] == "auto":
         given["slots"] = inspect(target)["experts"] // 2
         note(
-            "half of the experts are in slots; the others are paged in when the draft or the router asks"
+            "half of the experts are in slots, the others are paged in when they are predicted or needed"
         )
     with _load(target, draft, given) as engine:
         repl = _repl(engine, target, draft, given)
         question = prompt or DEMO_PROMPT
-        click.echo(f">>> {question}", err=True)
+        note(f">>> {question}")
         asked, repl.max_tokens = repl.max_tokens, repl.max_tokens or DEMO_TOKENS
         repl.say(question)
         repl.max_tokens = asked

@@ -194,7 +194,9 @@ class Repl:
                 self._interrupts += 1
                 if self._interrupts > 1:
                     return INTERRUPTED
-                note("\nCtrl-C again leaves, /help lists the commands")
+                if isinstance(self._reader, PlainReader):
+                    click.echo(err=True)  # the terminal has shown ^C
+                note("Ctrl-C again leaves, /help lists the commands")
             except SpmoeError as error:
                 if not is_terminal(sys.stdin):
                     raise
