@@ -59,7 +59,7 @@ def main() -> None:
                 for kind, prompts in kinds.items()
                 for t in (0.5, 0.8, 1.0)
             ]
-    for share in map(float, args.shares.split(",")):
+    for share in [float(s) for s in args.shares.split(",") if s]:
         for prefetch in ("off", "auto", "every layer"):
             how = {"prefetch": prefetch != "off", "slots": int(share * experts)}
             how["cutoff"] = 10**6 if prefetch == "every layer" else None

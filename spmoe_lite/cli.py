@@ -8,6 +8,7 @@ Answers and asked-for output go to stdout; progress, remarks and errors to stder
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -44,7 +45,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run one command and exit with its code; the one place where an error becomes a line."""
+    """Run one command and exit with its code; the one place where an error becomes a line.
+
+    Idle threads of torch sleep instead of spinning, unless the user says otherwise: beside any other busy
+    program a spinning team is many times slower (docs/log.md). The library leaves this to its host.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.exit(run_command(list(sys.argv[1:] if args is None else args)))
 
 
