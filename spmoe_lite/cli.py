@@ -9,6 +9,7 @@ Answers and asked-for output go to stdout; progress, remarks and errors to stder
 from __future__ import annotations
 
 import os
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -55,6 +56,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 
 def run_command(args: list[str]) -> int:
+    """The exit code of one command; the one place where an error becomes a line."""
     state = {"debug": False}
     terminal.make_streams_safe()
     try:

@@ -55,6 +55,7 @@ from tests.tiny import tiny_mistral, tiny_mixtral  # noqa: E402
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
     monkeypatch.setenv("SPMOE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")  # so that `main` leaves it alone
     return tmp_path / "home"
 
 
@@ -148,6 +149,14 @@ def test_version_names_all_that_matters(capsys):
 def test_no_arguments_show_the_help(capsys):
     assert spmoe() == 2
     assert "Commands:" in "".join(capsys.readouterr())
+
+
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(monkeypatch):
+    spmoe("list")
+    assert os.environ["OMP_WAIT_POLICY"] == "active"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    spmoe("list")
+    assert os.environ["OMP_WAIT_POLICY"] == "passive"
 
 
 # Errors
