@@ -9,7 +9,6 @@ Answers and asked-for output go to stdout; progress, remarks and errors to stder
 from __future__ import annotations
 
 import os
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence

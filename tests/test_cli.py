@@ -156,7 +156,7 @@ def test_waiting_threads_sleep_unless_the_user_says_otherwise(monkeypatch):
     assert os.environ["OMP_WAIT_POLICY"] == "active"
     monkeypatch.delenv("OMP_WAIT_POLICY")
     spmoe("list")
-    assert os.environ["OMP_WAIT_POLICY"] == "passive"
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 # Errors
