@@ -149,7 +149,9 @@ debug_option = click.option(
     callback=_debug,
     help="Show tracebacks and the library's log.",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+json_option = click.option(
+    "--json", "as_json", envvar="SPMOE_JSON", is_flag=True, help="One JSON object on stdout."
+)
 yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask before a large download.")
 offline_option = click.option("--offline", is_flag=True, help="Use local files only, no network.")
 
@@ -356,7 +358,12 @@ def chat(pack: str | None, model: str | None, draft: str | None, **given: Any) -
 @model_options
 @click.option("--prompt", "-p", metavar="TEXT", help="The prompt.")
 @click.option(
-    "--file", "-f", "prompt_file", metavar="FILE", help="File that holds the prompt; - is stdin."
+    "--file",
+    "-f",
+    "prompt_file",
+    envvar="SPMOE_FILE",
+    metavar="FILE",
+    help="File that holds the prompt; - is stdin.",
 )
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
 @json_option
@@ -818,8 +825,10 @@ def _contents(found: dict[str, Any]) -> list[list[str]]:
             ],
             ["found", f"{audit['found']} expert matrices"],
         ]
-    names = [["files" if i == 0 else "", name] for i, name in enumerate(found["files"])]
-    return rows + names
+    names = [name for name in found["files"] if not name.startswith("experts/")]
+    if layers := len(found["files"]) - len(names):
+        names.append(f"experts/layer-000 to {layers - 1:03d}")
+    return rows + [["files" if i == 0 else "", name] for i, name in enumerate(names)]
 
 
 def _echo_json(value: Any) -> None:

@@ -393,6 +393,18 @@ def test_options_come_from_the_environment_and_flags_win(engine, typed, monkeypa
     assert engine.loaded[1]["target"] == Path("other.spmoe")
 
 
+def test_every_option_has_the_variable_of_its_first_long_name():
+    import click
+
+    for command in cli.cli.commands.values():
+        for option in command.params:
+            if isinstance(option, click.Option) and option.name not in ("help", "debug"):
+                first = next(name for name in option.opts if name.startswith("--"))
+                variable = option.envvar or f"SPMOE_{option.name.upper()}"
+                assert variable == f"SPMOE_{first[2:].upper().replace('-', '_')}"
+                assert command.context_settings["auto_envvar_prefix"] == "SPMOE"
+
+
 def test_what_is_not_given_is_left_to_the_model(engine, typed):
     assert spmoe("run", "mix", "-p", "hi") == 0
     loaded = engine.loaded[0]
