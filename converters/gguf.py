@@ -147,7 +147,11 @@ class GgufCheckpoint:
         self._parts = _name_parts(self.gguf_tensors, self.config, self.label)
         self.tensors = {
             name: SourceTensor(
-                DTYPE_NAMES[part.dtype], part.shape, part.tensor.path.name, part.tensor.offset
+                DTYPE_NAMES[part.dtype],
+                part.shape,
+                part.tensor.path.name,
+                part.tensor.offset,
+                quantised=part.tensor.kind not in PLAIN,
             )
             for name, part in self._parts.items()
         }

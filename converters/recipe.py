@@ -148,13 +148,31 @@ def check_tied(config: ModelConfig, source: Source, recipe: Recipe) -> None:
 
 
 def natural_dtypes(source: Source, recipe: Recipe) -> tuple[str, str | None]:
-    """(dense, experts): the narrowest dtype that holds every source value exactly."""
-    dense = _joined({source.tensors[piece.name].dtype for piece in recipe.dense.values()})
-    pieces = [piece for layer in recipe.experts for expert in layer for piece in expert]
-    return dense, _joined({source.tensors[p.name].dtype for p in pieces}) if pieces else None
+    """(dense, experts): the narrowest dtype that holds every source value exactly.
+
+    bf16 where values were quantised: what they become is fp32, and most of its bits say nothing.
+    """
+    dense, experts = ([source.tensors[p.name] for p in group] for group in _groups(recipe))
+    return _joined(dense), _joined(experts) if experts else None
 
 
-def _joined(dtypes: set[str]) -> str:
+def quantised(source: Source, recipe: Recipe) -> tuple[bool, bool]:
+    """Whether any of (dense, experts) is stored in fewer bits than the dtype that `read` returns."""
+    dense, experts = (
+        any(source.tensors[piece.name].quantised for piece in group) for group in _groups(recipe)
+    )
+    return dense, experts
+
+
+def _groups(recipe: Recipe) -> tuple[list[Piece], list[Piece]]:
+    experts = [piece for layer in recipe.experts for expert in layer for piece in expert]
+    return list(recipe.dense.values()), experts
+
+
+def _joined(tensors: list[SourceTensor]) -> str:
+    if any(tensor.quantised for tensor in tensors):
+        return "bf16"
+    dtypes = {tensor.dtype for tensor in tensors}
     return dtypes.pop() if len(dtypes) == 1 else "fp32"
 
 

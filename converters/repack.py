@@ -32,7 +32,8 @@ from typing import Any
 import torch
 
 from spmoe_lite import hub, library
-from spmoe_lite.config import DTYPE_BYTES, ModelConfig
+from spmoe_lite.chat_template import ChatTemplate
+from spmoe_lite.config import DTYPE_BYTES, ModelConfig, SamplingParams
 from spmoe_lite.converters.gguf import GgufCheckpoint, is_gguf
 from spmoe_lite.converters.lowdisk import Repository, Shards
 from spmoe_lite.converters.plan import (
@@ -44,7 +45,15 @@ from spmoe_lite.converters.plan import (
     pack_bytes,
     volumes,
 )
-from spmoe_lite.converters.recipe import HEAD, Recipe, check_tied, match, natural_dtypes, read_as
+from spmoe_lite.converters.recipe import (
+    HEAD,
+    Recipe,
+    check_tied,
+    match,
+    natural_dtypes,
+    quantised,
+    read_as,
+)
 from spmoe_lite.converters.source import Checkpoint, Piece, Source, SourceTensor, TensorFiles
 from spmoe_lite.errors import Cancelled, DamagedError, SpmoeError, UnsupportedError, UsageError
 from spmoe_lite.manifest import (
@@ -54,6 +63,7 @@ from spmoe_lite.manifest import (
     PARTIAL,
     SUFFIX,
     TEXT_FILES,
+    check_target,
     layer_file,
     naming,
     open_listed,
@@ -100,11 +110,16 @@ def convert(
     `NetworkError` for the source, `CapacityError` for the disk, `UsageError` where another pack is in the
     way, `Cancelled` by the event or where `confirm` returns False.
     """
+    if name is not None and out is not None:
+        raise UsageError("name or out, not both: out is the whole path of the pack")
     asked = _Asked(dense, experts, force, on_progress, cancel)
     opened, short, repo = _open(source, offline, on_progress, cancel)
     with contextlib.closing(opened):
-        path = _target(out, name or short, home)
+        path = _target(out, short if name is None else name, home)
+        check_target(path, force=True)  # what is no pack is refused before anything is fetched
         if repo is None:
+            if low_disk:
+                log.warning("--low-disk has no effect: nothing is downloaded")
             return _convert_local(opened, path, asked, confirm)
         assert isinstance(opened, Checkpoint)
         return _convert_hub(opened, repo, path, asked, confirm, low_disk)
@@ -119,14 +134,18 @@ def _open(
     """The source, what to call its pack, and the repository if its files come one by one."""
     if not isinstance(given, str | Path):
         return _arriving(given, on_progress, cancel), given.name, given
-    path = Path(given).expanduser()
+    if not str(given).strip():
+        raise UsageError("SOURCE is empty: give a folder, a .gguf file, or the name of a model")
+    path = Path(os.path.expanduser(given))
     if os.path.isdir(path):  # False where the name is no path at all
-        if (path / MANIFEST).is_file():
+        if os.path.isfile(path / MANIFEST):
             raise UsageError(f"{path} is a pack already; repack changes its precision")
         return Checkpoint.folder(path), path.resolve().name, None
     if os.path.exists(path):
         if not is_gguf(path):
-            raise UnsupportedError(f"{path} is neither a folder nor a GGUF file")
+            raise UnsupportedError(
+                f"{path} is neither a folder nor a GGUF file; give the folder of a checkpoint"
+            )
         return GgufCheckpoint(path), path.stem, None
     repo = hub.resolve(given, offline=offline, cancel=cancel)
     assert repo is not None  # the path does not exist
@@ -150,9 +169,11 @@ def _arriving(
 
 def _target(out: str | Path | None, name: str, home: str | Path | None) -> Path:
     if out is not None:
+        if not Path(out).name or "\0" in str(out):  # "", "." or "/"
+            raise UsageError(f"--out {str(out)!r} is not the name of a folder to be made")
         return Path(out)
-    if not name or name != Path(name).name or name.startswith(".") or "\\" in name or ":" in name:
-        raise UsageError(f"{name!r} cannot be the name of a pack; give another with --name")
+    if not library.is_portable(name):
+        raise UsageError(f"{name!r:.80} cannot be the name of a pack; give another with --name")
     return (Path(home) if home else library.home()) / (name.removesuffix(SUFFIX) + SUFFIX)
 
 
@@ -194,12 +215,14 @@ class _Model:
 def _convert_local(
     source: Source, path: Path, asked: _Asked, confirm: Callable[[ConvertPlan], bool] | None
 ) -> ConvertResult:
-    config = ModelConfig.from_hf(source.config, source.generation_config)
+    config = _config(source)
     recipe = match(config, source)
     check_tied(config, source, recipe)
     model = _model(source, config, recipe, natural_dtypes(source, recipe))
+    _say_unused(config, asked, path)
     if not asked.force and _is_there(path, model.identity, asked):
         return ConvertResult(path, True, None)
+    _say_narrowed(source, recipe, asked)
     plan = _plan(model, path, asked, {})
     _confirm(plan, confirm)
     _write(model, path, asked)
@@ -214,10 +237,11 @@ def _convert_hub(
     confirm: Callable[[ConvertPlan], bool] | None,
     low_disk: bool,
 ) -> ConvertResult:
-    config = ModelConfig.from_hf(source.config, source.generation_config)
+    config = _config(source)
     indexed = bool(source.tensors)  # names are known before the shards are here
     recipe = match(config, source) if indexed else Recipe({}, [])
     model = _model(source, config, recipe, _stated_dtypes(config, source.config))
+    _say_unused(config, asked, path)
     if not asked.force and _is_there(path, model.identity, asked):
         return ConvertResult(path, True, None)
     low_disk = low_disk and _can_drop(config, source)
@@ -286,6 +310,7 @@ def repack(
     path = library.find(name, Path(home) if home else None)
     with Pack.open(path) as pack:
         model = _packed_model(pack)
+        _say_unused(pack.config, asked, path)
         newest = pack.manifest["audit"] is not None  # format 0 had none
         if newest and not force and model.dtypes(asked) == model.source_dtypes:
             return ConvertResult(path, True, None)
@@ -350,6 +375,33 @@ def _packed_model(pack: Pack) -> _Model:
 # Deciding
 
 
+def _config(source: Source) -> ModelConfig:
+    """The model's shape and, checked here because a pack carries it, its advice on sampling."""
+    try:
+        SamplingParams.from_generation_config(source.generation_config)
+        return ModelConfig.from_hf(source.config, source.generation_config)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{source.label}: {error}") from error
+
+
+def _say_unused(config: ModelConfig, asked: _Asked, path: Path) -> None:
+    if asked.experts is not None and not config.is_moe:
+        log.warning("%s has no experts: --experts has no effect", path.name)
+
+
+def _say_narrowed(source: Source, recipe: Recipe, asked: _Asked) -> None:
+    """What was quantised is fp32 when read, and packed as bf16 unless a precision was named."""
+    dense, experts = quantised(source, recipe)
+    flags = ["--dense fp32"] * (dense and not asked.dense)
+    flags += ["--experts fp32"] * (experts and not asked.experts)
+    if flags:
+        log.warning(
+            "%s is quantised and packed as bf16; %s keeps every bit, in twice the space",
+            source.label,
+            " ".join(flags),
+        )
+
+
 def _model(
     source: Source, config: ModelConfig, recipe: Recipe, dtypes: tuple[str, str | None]
 ) -> _Model:
@@ -373,9 +425,14 @@ def _num_tokens(label: str, texts: dict[str, bytes], config: ModelConfig) -> int
             for name, data in texts.items():
                 (Path(folder) / name).write_bytes(data)
         try:
-            return Tokenizer.load(Path(folder), config).num_tokens
+            tokenizer = Tokenizer.load(Path(folder), config)
         except SpmoeError as error:
             raise type(error)(str(error).replace(folder, label)) from error
+        try:
+            ChatTemplate.load(Path(folder), tokenizer)
+        except SpmoeError as error:  # the weights are good, and `run --raw` needs no template
+            log.warning("%s: %s", label, str(error).replace(folder, label))
+        return tokenizer.num_tokens
 
 
 def _is_there(path: Path, identity: dict[str, Any], asked: _Asked) -> bool:
@@ -413,8 +470,6 @@ def _plan(
 ) -> ConvertPlan:
     """`extra`: bytes needed in folders beside the pack's own."""
     dense, experts = model.dtypes(asked)
-    if asked.experts is not None and experts is None:
-        log.warning("%s has no experts: --experts has no effect", path.name)
     size = pack_bytes(model.config, dense, experts)
     needs, there = dict(extra), folder_bytes(path.with_name(path.name + PARTIAL))
     needs[path.parent] = max(0, needs.get(path.parent, 0) + size - there)  # kept, or deleted first

@@ -83,7 +83,8 @@ class SourceTensor:
 
     `dtype` is "fp32", "bf16" or "fp16" when it holds weights we can take (what `read` returns), else the
     source's own word for it ("U8", "F8_E4M3"), which is refused wherever a weight is expected. Before
-    the header of a file on the hub is here, only the name and the file are `known`.
+    the header of a file on the hub is here, only the name and the file are `known`. `quantised`: a GGUF
+    file holds it in fewer bits than `dtype` has.
     """
 
     dtype: str
@@ -91,6 +92,7 @@ class SourceTensor:
     file: str
     start: int = 0  # first byte in the file
     known: bool = True
+    quantised: bool = False
 
     @property
     def is_float(self) -> bool:
@@ -255,6 +257,16 @@ class Checkpoint(TensorFiles):
             header, self._header_hashes[file] = self._read_header(file)
             for name, tensor in header.items():
                 self._add(file, name, tensor)
+            strays = [n for n in header if self._weight_map and self._weight_map.get(n) != file]
+            if strays:
+                log.warning(
+                    "%s: %s in %s (%d of its tensors) is not read: the index has it elsewhere or not at "
+                    "all",
+                    self.label,
+                    f"{strays[0]:.80}",
+                    file,
+                    len(strays),
+                )
             for name, where in self._weight_map.items():
                 if where == file and name not in header:
                     raise DamagedError(
@@ -266,12 +278,6 @@ class Checkpoint(TensorFiles):
         """With an index only what it lists counts; without one a name may come once."""
         if self._weight_map:
             if self._weight_map.get(name) != file:
-                log.warning(
-                    "%s: %s in %s is not read: the index has it elsewhere or not at all",
-                    self.label,
-                    name,
-                    file,
-                )
                 return
         elif name in self.tensors:
             raise DamagedError(
@@ -342,7 +348,7 @@ class Checkpoint(TensorFiles):
                 )
             if file not in self.sizes:
                 raise DamagedError(
-                    f"{self.label}: {INDEX} needs {file} (for {tensor:.80}), which is not there; "
+                    f"{self.label}: {INDEX} needs {file:.80} (for {tensor:.80}), which is not there; "
                     f"download it, or the index that fits the files"
                 )
         self._weight_map = weight_map
@@ -401,7 +407,10 @@ class Checkpoint(TensorFiles):
         if not all(is_whole(n) for n in (*shape, begin, stop)):
             self._damaged(file, f"has a malformed header entry for {name:.80}")
         if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise UnsupportedError(f"{self.label}: {name:.80} in {file} is of type {dtype!r:.20}")
+            raise UnsupportedError(
+                f"{self.label}: {name:.80} in {file} is of type {dtype!r:.20}; save it as fp32, bf16 or "
+                f"fp16"
+            )
         ours, itemsize = DTYPES[dtype]
         if min((*shape, begin), default=0) < 0 or stop - begin != math.prod(shape) * itemsize:
             self._damaged(
@@ -412,12 +421,12 @@ class Checkpoint(TensorFiles):
     def _json(self, name: str) -> dict[str, Any]:
         value = load_json(self._text(name), Path(self.label) / name)
         if not isinstance(value, dict):
-            raise DamagedError(f"{self.label}: {name} is not a JSON object")
+            self._damaged(name, "is not a JSON object")
         return value
 
     def _text(self, name: str) -> bytes:
         if self.sizes[name] > MAX_TEXT_BYTES:
-            raise DamagedError(f"{self.label}: {name} is larger than {MAX_TEXT_BYTES} bytes")
+            self._damaged(name, f"is larger than {MAX_TEXT_BYTES} bytes")
         path = self._locate(name)
         try:
             return path.read_bytes()
@@ -456,7 +465,7 @@ def confined(folder: Path, name: str) -> Path:
     if not any(target.is_relative_to(allowed) for allowed in roots):
         raise DamagedError(f"{path} is a link that leads out of the folder; copy the file there")
     if not stat.S_ISREG(target.stat().st_mode):
-        raise DamagedError(f"{path} is not a regular file")
+        raise DamagedError(f"{path} is not a regular file; copy the file there")
     return path
 
 
@@ -472,7 +481,7 @@ def _is_plain(name: str) -> bool:
 def _no_config(label: str, sizes: Mapping[str, int]) -> str:
     if gguf := [name for name in sizes if name.endswith(".gguf")]:
         return f"{label} has no config.json; to convert {gguf[0]}, give the path of that file"
-    return f"{label} is not a model: it has no config.json"
+    return f"{label} is not a model: it has no config.json; give the folder that holds one, or a .gguf file"
 
 
 def _no_weights(label: str, sizes: Mapping[str, int]) -> str:
@@ -487,4 +496,4 @@ def _no_weights(label: str, sizes: Mapping[str, int]) -> str:
                 f"{label} holds only pickle files ({name}), which are never opened; fetch the "
                 f"version with {SINGLE} or {INDEX}"
             )
-    return f"{label} has no weights: neither {SINGLE} nor {INDEX} nor model-00001-of-N.safetensors"
+    return f"{label} has no weights: neither {SINGLE} nor {INDEX} nor model-00001-of-N.safetensors; fetch them"

@@ -527,10 +527,10 @@ def _parse(text: str, revision: str | None) -> tuple[str, str, str, ShortName | 
     if _HUB_ID.fullmatch(model) and not model.endswith((".gguf", ".safetensors")):
         return model, revision or "main", model.partition("/")[2], None
     if re.search(r"[\\/~]|\.gguf$|\.safetensors$", model) and "://" not in model:
-        raise NotFoundError(f"no such file or folder: {text}")
+        raise NotFoundError(f"no such file or folder: {f'{text!r}'[1:-1]:.200}; check the path")
     hint = _did_you_mean(model) or f"; known are {', '.join(SHORT_NAMES)}"
     raise NotFoundError(
-        f"'{text}' is no file, no folder and no known model{hint}; models of the hub are ORG/NAME"
+        f"{f'{text!r}':.80} is no file, no folder and no known model{hint}; models of the hub are ORG/NAME"
     )
 
 

@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -24,6 +25,7 @@ from spmoe_lite.errors import NotFoundError, SpmoeError, UnsupportedError, Usage
 from spmoe_lite.progress import OnProgress
 
 USED = "used.json"
+_DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)  # of Windows
 NEVER_BY_DEFAULT = ("demo",)  # packs that `chat` takes only when asked
 
 log = logging.getLogger("spmoe_lite")
@@ -45,14 +47,19 @@ class PackInfo:
 def home(chosen: str | Path | None = None) -> Path:
     """The folder of packs: `chosen`, else `SPMOE_HOME`, else the user's data folder.
 
-    It may not exist yet.
+    It may not exist yet. Raises `UsageError` where the system does not say whose home is meant.
     """
     chosen = chosen or os.environ.get("SPMOE_HOME")
-    if chosen:
-        return Path(chosen).expanduser()
-    import platformdirs
+    try:
+        if chosen:
+            return Path(chosen).expanduser()
+        import platformdirs
 
-    return platformdirs.user_data_path("spmoe-lite", appauthor=False)
+        return platformdirs.user_data_path("spmoe-lite", appauthor=False)
+    except RuntimeError as error:  # ~nobody, or no HOME for a user without an entry
+        raise UsageError(
+            f"no home folder for {chosen or 'packs'}; set SPMOE_HOME to the full path of a folder"
+        ) from error
 
 
 _home = home  # where a parameter has the name
@@ -75,6 +82,11 @@ def find(name_or_path: str | Path, home: str | Path | None = None) -> Path:
             return path
         if os.path.isdir(_beside(path, m.PARTIAL)):
             raise NotFoundError(f"{name} is not finished; run the same convert again to go on")
+        if os.path.lexists(path):
+            raise NotFoundError(
+                f"{path} has no {m.MANIFEST} that can be read, so it is no whole pack; check "
+                f"permissions, or type: spmoe-lite rm {name}, and convert again"
+            )
     if os.path.exists(given):
         raise NotFoundError(f"{given} is not a pack; type: spmoe-lite convert {given}")
     raise NotFoundError(_how_to_get(name, folder))
@@ -89,7 +101,7 @@ def _how_to_get(name: str, folder: Path) -> str:
         return f"no pack at {_shown(name)}"
     there = [info.name for info in packs(folder) if info.complete]
     listed = f"; there are {', '.join(there[:8])}" if there else ""
-    return f"no pack named {name} in {folder}{listed}"
+    return f"no pack named {name:.200} in {folder}{listed}"
 
 
 def packs(home: str | Path | None = None) -> list[PackInfo]:
@@ -313,9 +325,15 @@ def _is_name(name: str) -> bool:
     return plain and name not in ("", ".", "..")
 
 
+def is_portable(name: str) -> bool:
+    """Whether a new pack may have this name: a folder on every system, and no flag of a command."""
+    odd = set(name) & set('*?"<>|') or name.startswith((".", "-")) or name != name.strip()
+    return _is_name(name) and not odd and len(name.encode()) <= 200 and not _DEVICES.fullmatch(name)
+
+
 def _shown(name: str) -> str:
     """A name that was typed, for a message of one line."""
-    return name if name.isprintable() else repr(name)
+    return f"{name if name.isprintable() else repr(name):.200}"
 
 
 def _beside(path: Path, ending: str) -> Path:

@@ -30,6 +30,7 @@ from spmoe_lite.errors import (
     NotFoundError,
     SpmoeError,
     UnsupportedError,
+    UsageError,
 )
 
 FORMAT = 1  # written; 0 is still read
@@ -300,9 +301,9 @@ def open_confined(folder: Path, name: str) -> FileIO:
     """
     path = folder / name
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
-        raise DamagedError(f"{path} is a link that leads out of the pack")
+        raise DamagedError(f"{path} is a link that leads out of the pack; convert again")
     if not stat.S_ISREG(path.stat().st_mode):
-        raise DamagedError(f"{path} is not a regular file")
+        raise DamagedError(f"{path} is not a regular file; convert again")
     return open(path, "rb", buffering=0)
 
 
@@ -412,7 +413,9 @@ def load_json(data: bytes, path: Path) -> Any:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         return value
     except (ValueError, RecursionError) as error:  # JSON and Unicode errors are ValueErrors
-        raise DamagedError(f"{path} is not valid JSON ({type(error).__name__})") from error
+        raise DamagedError(
+            f"{path} is not valid JSON ({error!s:.80}); fetch or convert it again"
+        ) from error
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -443,7 +446,9 @@ def disk_error(error: OSError, path: Path, verb: str) -> SpmoeError:
         return SpmoeError(
             f"cannot {verb} {path} ({text}); check permissions or choose another place"
         )
-    return SpmoeError(f"cannot {verb} {path} ({text})")
+    if isinstance(error, NotADirectoryError) or error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        return SpmoeError(f"cannot {verb} {path} ({text}); choose another place or name")
+    return SpmoeError(f"cannot {verb} {path} ({text}); check the disk and what is at that place")
 
 
 @contextlib.contextmanager
@@ -463,6 +468,21 @@ def read_journal(partial: Path) -> dict[str, Any]:
     except (OSError, DamagedError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def check_target(path: Path, force: bool) -> None:
+    """Raise `UsageError` if a pack cannot be made at `path`: something else is there, or, without
+    `force`, another pack.
+    """
+    if not os.path.lexists(path):
+        return
+    with naming(path, "read"):
+        if path.is_dir() and not any(path.iterdir()):
+            return  # an empty folder that the user made for us
+    if not os.path.isfile(path / MANIFEST) or path.is_symlink():
+        raise UsageError(f"{path} exists and is not a pack; choose another place")
+    if not force:
+        raise UsageError(f"{path} exists already; pass --force to replace it")
 
 
 def restore_old(path: Path) -> None:

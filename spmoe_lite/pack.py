@@ -308,7 +308,7 @@ class PackWriter:
         self._trusted: set[str] = set()  # of these, the ones whose hash this run knows
         self._stack = contextlib.ExitStack()
         m.restore_old(self.path)
-        self._check_target()
+        m.check_target(self.path, force)
         with m.naming(self.partial, "write"):
             if self.partial.is_symlink() or (self.partial.exists() and not self.partial.is_dir()):
                 raise UsageError(f"{self.partial} is in the way; move it away")
@@ -347,17 +347,6 @@ class PackWriter:
         with m.naming(self.partial, "write"):
             for entry in found:
                 _delete(entry)
-
-    def _check_target(self) -> None:
-        if not os.path.lexists(self.path):
-            return
-        with m.naming(self.path, "read"):
-            if self.path.is_dir() and not any(self.path.iterdir()):
-                return  # an empty folder that the user made for us
-        if not (self.path / m.MANIFEST).is_file() or self.path.is_symlink():
-            raise UsageError(f"{self.path} exists and is not a pack; choose another place")
-        if not self.force:
-            raise UsageError(f"{self.path} exists already; pass --force to replace it")
 
     def has(self, name: str) -> bool:
         """Whether `name` is finished. A file of an earlier run is hashed once before it is
@@ -529,7 +518,7 @@ class PackWriter:
         self._delete_strays()
         _write_json(self.partial / m.MANIFEST, raw)
         Pack.open(self.partial).close()
-        self._check_target()
+        m.check_target(self.path, self.force)
         self._stack.close()
         self._rename()
         return self.path

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spmoe_lite.converters import ConvertPlan, convert
+from spmoe_lite.converters import ConvertPlan, convert, repack
 from spmoe_lite.errors import (
     Cancelled,
     CapacityError,
@@ -273,6 +273,15 @@ def test_kind_a_o2_tensors_that_the_index_does_not_list_are_not_read(
     tensors = load_file(tmix / PART_1)
     save_file(tensors | {"model.norm.weight": torch.full((64,), 7.0)}, tmix / PART_1)
     assert fingerprint(convert(tmix, out=tmp_path / "o.spmoe").path) == fingerprint(clean)
+
+
+def test_kind_a_o2_many_unlisted_tensors_are_one_remark(
+    tmix: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    extra = {f"model.old.{i}": torch.zeros(1) for i in range(50)}
+    save_file(load_file(tmix / PART_1) | extra, tmix / PART_1)
+    convert(tmix, out=tmp_path / "o.spmoe")
+    assert len(caplog.records) == 1 and "50 of its tensors" in caplog.text
 
 
 def test_kind_a_o2_two_sets_and_no_index(tmix: Path, tmp_path: Path) -> None:
@@ -735,3 +744,93 @@ def test_memory_holds_one_expert_not_the_checkpoint(spelling: str, tmp_path: Pat
     command = [sys.executable, "-c", PEAK, str(ROOT), str(source), str(tmp_path / "o.spmoe")]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=100, check=True)
     assert int(done.stdout) < layer, f"{int(done.stdout)} bytes, a layer has {layer}"
+
+
+# Where it goes, and what has no effect
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        ".hidden",
+        "-dash",
+        "a/b",
+        "a\\b",
+        "a:b",
+        "a\nb",
+        "a\0b",
+        " a",
+        "a ",
+        "con",
+        "NUL.x",
+    ]
+    + ["*", "x" * 300],
+)
+def test_names_that_would_trip_a_shell_or_another_system_are_refused(
+    name: str, tmix: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match="cannot be the name of a pack; give another with --name"):
+        convert(tmix, name=name, home=tmp_path / "home")
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize("out", ["", ".", "/", "a\0b"])
+def test_an_out_without_a_name_is_refused(out: str, tmix: Path) -> None:
+    with pytest.raises(UsageError, match="is not the name of a folder to be made"):
+        convert(tmix, out=out)
+
+
+def test_name_and_out_are_one_too_many(tmix: Path, tmp_path: Path) -> None:
+    refused(tmix, tmp_path, UsageError, "not both", name="x")
+    with pytest.raises(UsageError, match="SOURCE is empty"):
+        convert(" ", home=tmp_path)
+
+
+def test_a_place_that_is_taken_is_refused_before_anything_is_asked(
+    tmix: Path, tmp_path: Path
+) -> None:
+    def never(plan: ConvertPlan) -> bool:
+        raise AssertionError("asked")
+
+    with pytest.raises(UsageError, match="exists and is not a pack"):
+        convert(tmix, out=tmix, force=True, confirm=never)
+
+
+def test_options_without_effect_are_said(
+    clean: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dense = tiny.tiny_mistral(tmp_path / "dense")
+    for _ in range(2):  # the second time the pack is already there
+        caplog.clear()
+        pack = convert(dense, home=tmp_path, experts="bf16", low_disk=True).path
+        assert "--low-disk has no effect" in caplog.text
+        assert "--experts has no effect" in caplog.text
+    caplog.clear()
+    repack(pack, experts="fp16")
+    assert "--experts has no effect" in caplog.text
+
+
+# Text files that would fail only when the pack is run
+
+
+def test_bad_advice_on_sampling_is_refused(tmix: Path, tmp_path: Path) -> None:
+    tiny.write_json(tmix / "generation_config.json", {"do_sample": True, "temperature": "hot"})
+    refused(tmix, tmp_path, UnsupportedError, "tmix: generation_config.json: temperature is 'hot'")
+
+
+def test_a_broken_chat_template_is_said(
+    tmix: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmix / "chat_template.jinja").write_text("{% for", encoding="utf-8")
+    convert(tmix, out=tmp_path / "o.spmoe")
+    assert "tmix: chat_template.jinja is not a valid template" in caplog.text
+    assert "--template FILE" in caplog.text
+
+
+def test_kind_c_a_refused_config_names_its_model(tmix: Path, tmp_path: Path) -> None:
+    config = json.loads((tmix / "config.json").read_text(encoding="utf-8"))
+    tiny.write_json(tmix / "config.json", config | {"hidden_size": -64})
+    refused(tmix, tmp_path, UnsupportedError, "tmix: config: hidden_size -64")

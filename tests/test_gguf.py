@@ -97,6 +97,22 @@ def test_stored_kinds_are_dequantised_by_the_reference(tmp_path, kind, dtype, bo
             assert torch.equal(found, tensor.to(found.dtype)), name
 
 
+def test_quantised_weights_are_packed_as_bf16_unless_a_precision_is_named(tmp_path, caplog):
+    source = written(tmp_path, model("mixtral"), kind="Q8_0")  # the norms are F32
+    for asked, dtypes, said in [
+        ({}, ("bf16", "bf16"), "--dense fp32 --experts fp32 keeps every bit"),
+        ({"experts": "fp32"}, ("bf16", "fp32"), "; --dense fp32 keeps every bit"),
+        ({"experts": "fp32", "dense": "fp16"}, ("fp16", "fp32"), ""),
+    ]:
+        caplog.clear()
+        result = convert(source, out=tmp_path / "o.spmoe", force=True, **asked)
+        assert (result.plan.dense_dtype, result.plan.expert_dtype) == dtypes
+        assert said in caplog.text and bool(caplog.text) == bool(said)
+    plain = written(tmp_path, model("mixtral"), kind="F16")
+    assert convert(plain, out=tmp_path / "p.spmoe").plan.expert_dtype == "fp16"
+    assert not caplog.text
+
+
 def q4_k_block(block: bytes) -> list[float]:
     """256 weights of one Q4_K block: d, dmin fp16; 8 scales and 8 minima of 6 bits; 4-bit
     values."""

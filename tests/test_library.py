@@ -47,6 +47,18 @@ def test_home_is_asked_for_then_set_then_the_user_s(
     assert library.packs() == [] and not library.home().exists()
 
 
+def test_a_home_that_nobody_has_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPMOE_HOME", "~no-such-user/packs")
+    with pytest.raises(UsageError, match="no home folder for ~no-such-user/packs; set SPMOE_HOME"):
+        library.packs()
+
+
+def test_a_pack_that_lost_its_manifest_is_not_called_absent(home: Path) -> None:
+    (home / "big.spmoe" / "manifest.json").unlink()
+    with pytest.raises(NotFoundError, match="no whole pack.*spmoe-lite rm big"):
+        library.find("big", home)
+
+
 def test_a_pack_is_found_by_path_then_by_name(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
