@@ -1,4 +1,7 @@
-"""The chat loop over a scripted engine: in a terminal of its own, in a pipe, and command by command."""
+"""The chat loop over a scripted engine: in a terminal of its own, in a pipe, and command by command.
+
+Kinds E (O11: a legacy code page on stdout) and L (O36: Ctrl-C at every moment, 130, nothing left running).
+"""
 
 import json
 import os
