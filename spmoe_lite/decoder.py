@@ -99,11 +99,16 @@ class Decoder:
         session = self.session
         pending = session.pending(session.target_kv)
         count = min(self.draft_tokens, room - 1) if len(pending) == 1 else 0
-        with self._on_device():
-            proposal = self._propose(count, sampler, cancel)
-            check(cancel)
-            logits = self._target_pass(pending + proposal, len(proposal) + 1, cancel)
-            verdict = verify(proposal, logits, sampler, session.tokens)
+        try:
+            with self._on_device():
+                proposal = self._propose(count, sampler, cancel)
+                check(cancel)
+                logits = self._target_pass(pending + proposal, len(proposal) + 1, cancel)
+                verdict = verify(proposal, logits, sampler, session.tokens)
+        except BaseException:
+            if self.prefetcher is not None:
+                self.prefetcher.end_step(0)  # what was predicted for it is copied no more
+            raise
         return Step(verdict, len(proposal), len(pending))
 
     def commit(self, step: Step, count: int) -> None:

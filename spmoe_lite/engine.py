@@ -14,9 +14,9 @@ downloads anything.
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
+import operator
 import platform
 import re
 import threading
@@ -83,10 +83,12 @@ class Engine:
         self.target_pack = target
         self._packs = [pack for pack in (target, draft) if pack is not None]
         self._prefetcher: Prefetcher | None = None
-        self._free = threading.Condition()
+        self._lock = threading.RLock()  # a dropped Generation may let go inside any of its blocks
+        self._free = threading.Condition(self._lock)
         self._holder: Run | None = None
-        self._holder_thread = 0
+        self._caller: tuple[int, object] | None = None  # the thread and asyncio task it reads in
         self._closed = False
+        self._closing = threading.RLock()
 
     @classmethod
     def load(
@@ -125,6 +127,8 @@ class Engine:
             raise UsageError(f"--policy {policy}: one of {', '.join(POLICIES)}")
         if not 0 <= draft_tokens <= MAX_DRAFT_TOKENS:
             raise UsageError(f"--draft-tokens {draft_tokens}: 0 to {MAX_DRAFT_TOKENS}")
+        if cutoff is not None and cutoff < 0:
+            raise UsageError(f"--cutoff {cutoff}: 0 for no prefetching, or the number of layers")
         place = _device(device)
         target_pack = Pack.open(library.find(target, home))
         engine = None
@@ -145,6 +149,7 @@ class Engine:
                 cancel=cancel,
                 on_progress=on_progress,
             )
+            check(cancel)
             for pack in engine._packs:
                 library.touch_used(pack.path)
         except BaseException:
@@ -169,7 +174,7 @@ class Engine:
         on_progress: OnProgress | None = None,
     ) -> Generation:
         """Continue a text, or a sequence of token ids. Nothing runs before the first piece is asked for."""
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         return self._generation(
             tokens, sampling, max_tokens, stop, wait, cancel, on_progress, continues=True
         )
@@ -219,8 +224,8 @@ class Engine:
             )
         if bad := next((t for t in tokens if not 0 <= t < self.num_tokens), None):
             raise UsageError(f"token id {bad} is outside the vocabulary of {self.num_tokens}")
-        if max_tokens is not None and max_tokens < 1:
-            raise UsageError(f"--max-tokens {max_tokens}: at least 1")
+        if max_tokens is not None and not (isinstance(max_tokens, int) and max_tokens >= 1):
+            raise UsageError(f"--max-tokens {max_tokens}: a whole number of at least 1")
         run = Run(
             self,
             tokens,
@@ -236,47 +241,63 @@ class Engine:
 
     # --- one caller at a time ------------------------------------------------------------------
 
-    def try_hold(self, run: Run) -> bool:
-        """Lend the engine to one answer; False if another one has it."""
-        with self._free:
+    def try_hold(self, run: Run, task: object | None) -> bool:
+        """Lend the engine to one answer, read in this thread and task; False if another one has it."""
+        with self._lock:
             if self._closed:
                 raise BusyError("the engine is closed")
-            if self._holder is not None:
-                return False
-            self._holder = run
-            self._holder_thread = threading.get_ident()
-            return True
+            if self._holder is None:
+                self._caller = threading.get_ident(), task
+                self._holder = run
+            return self._holder is run
 
-    def let_go(self) -> None:
-        with self._free:
-            self._holder = None
-            self._free.notify_all()
+    def is_held_by(self, run: Run) -> bool:
+        return self._holder is run
+
+    def let_go(self, run: Run) -> None:
+        """Take the engine back, if it is this answer that has it."""
+        with self._lock:
+            if self._holder is run:
+                self._holder = self._caller = None
+                self._free.notify_all()
 
     def wait_free(self, seconds: float) -> None:
-        with self._free:
+        with self._lock:
             if self._holder is not None:
                 self._free.wait(seconds)
 
-    def held_by_this_thread(self) -> bool:
-        with self._free:
-            return self._holder is not None and self._holder_thread == threading.get_ident()
+    def held_by_caller(self, task: object | None) -> bool:
+        """Whether the answer that has the engine can only go on when the caller does."""
+        with self._lock:
+            if self._caller is None:
+                return False
+            thread, other = self._caller
+            return thread == threading.get_ident() and (task is None or other is task)
 
     def close(self) -> None:
-        """End what is running, stop the worker, free every byte. Idempotent, from any thread."""
-        with self._free:
+        """End what is running, stop the worker, free every byte. Idempotent, from any thread.
+
+        BusyError from inside a step of an answer (`on_progress`, a signal handler): the step is
+        cancelled, and `close` can be called again when it has ended.
+        """
+        with self._lock:
             self._closed = True
             holder = self._holder
         if holder is not None:
             holder.close()
-        if self._prefetcher is not None:
-            self._prefetcher.close()
-            self._prefetcher = None
-        self.__dict__.pop("decoder", None)
-        for pack in self._packs:
-            pack.close()
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            if holder.in_step():
+                raise BusyError(
+                    "the engine is in use by this very thread: close it after the answer"
+                )
+        with self._closing:
+            if self._prefetcher is not None:
+                self._prefetcher.close()
+                self._prefetcher = None
+            self.__dict__.pop("decoder", None)
+            for pack in self._packs:
+                pack.close()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def __enter__(self) -> Engine:
         return self
@@ -342,6 +363,7 @@ class Engine:
             sizes[1] if len(sizes) > 1 else None,
             device=str(self.device),
             budget=budget,
+            available=available,
             slots=slots,
             context=self.ctx_size,
             rows=max(min(PREFILL_CHUNK, self.ctx_size), draft_tokens + 1),
@@ -363,6 +385,9 @@ class Engine:
     ) -> None:
         target_pack, *draft_packs = self._packs
         c = target_pack.config
+        critical = c.num_experts_per_tok if critical_experts is None else critical_experts
+        if c.is_moe and not 1 <= critical <= c.num_local_experts:
+            raise UsageError(f"critical_experts {critical}: 1 to {c.num_local_experts}")
         target, store = self._load_model(
             target_pack, self.plan.slots, policy, self.ctx_size, self.counters, cancel, on_progress
         )
@@ -376,7 +401,6 @@ class Engine:
                 draft_packs[0], every, policy, length, Counters(), cancel, on_progress
             )
             draft_kv = self._kv_cache(draft, length)
-        critical = critical_experts or c.num_experts_per_tok
         if draft is not None and store is not None and prefetch and not store.table.all_fit:
             if ExpertPredictor.fits(c, draft.config):
                 self._prefetcher = Prefetcher(store, ExpertPredictor(target, critical))
@@ -451,6 +475,14 @@ class Engine:
             draft.forward([0], kv).sum().item()
             times.append((time.perf_counter() - started) * 1e3)
         return Profile(copy_ms, min(times), min(times) / len(target.blocks))
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    """Whole numbers of any kind, numpy's included, as Python's own."""
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError as error:
+        raise UsageError(f"a prompt is a text or a sequence of token ids: {error}") from None
 
 
 def _default_sampling(folder: Path) -> SamplingParams:

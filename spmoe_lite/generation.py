@@ -73,12 +73,12 @@ class Generation:
         return self
 
     async def __anext__(self) -> str:
-        while not self._run.try_acquire():
+        while not self._run.try_acquire(asyncio.current_task()):
             await asyncio.sleep(0.005)
         try:
             piece = await asyncio.to_thread(self._run.advance)
-        except asyncio.CancelledError:
-            self._run.cancelled.set()  # the step under way ends the answer and frees the engine
+        except BaseException:
+            self._run.cancel()  # the step under way ends the answer and frees the engine
             raise
         if piece is None:
             raise StopAsyncIteration
@@ -89,7 +89,10 @@ class Generation:
         self._run.cancel()
 
     def close(self) -> None:
-        """End the answer and free the engine, waiting for the pass under way. Idempotent."""
+        """End the answer and free the engine, waiting for the pass under way. Idempotent.
+
+        From inside that pass (`on_progress`, a signal handler) it cannot wait, and is `cancel`.
+        """
         self._run.close()
 
     def __enter__(self) -> Generation:
@@ -137,65 +140,80 @@ class Run:
         self._wait = wait
         self._on_progress = on_progress
         self._stepping = threading.Lock()  # one step at a time, from whatever thread
-        self._holds_engine = False
+        self._stepper = 0  # that thread
         self._steps = self._run()
 
     # --- holding the engine --------------------------------------------------------------------
 
     def acquire(self) -> None:
-        """Wait for the engine; BusyError if the caller does not want to, or could wait for ever."""
+        """Wait for the engine."""
         while not self.try_acquire():
-            if self._engine.held_by_this_thread():
-                raise BusyError("this thread is reading another answer: finish or close that first")
             self._engine.wait_free(0.05)
 
-    def try_acquire(self) -> bool:
-        """Get the engine; True also when there is nothing left to do with it."""
-        if self._holds_engine or self.result is not None or self.cancelled.is_set():
+    def try_acquire(self, task: object | None = None) -> bool:
+        """Get the engine, for an asyncio task or for this thread; True also if none is needed.
+
+        BusyError if it is taken and the caller does not want to wait, or would wait for itself.
+        """
+        if self.result is not None or self.cancelled.is_set() or self._engine.try_hold(self, task):
             return True
-        self._holds_engine = self._engine.try_hold(self)
-        if not self._holds_engine and not self._wait:
+        if not self._wait:
             raise BusyError("the engine is answering someone else; wait, or call with wait=True")
-        return self._holds_engine
+        if self._engine.held_by_caller(task):
+            who = "thread" if task is None else "task"
+            raise BusyError(f"this {who} is reading another answer: finish or close that first")
+        return False
 
     def advance(self) -> str | None:
-        """The next piece of text; None at the end."""
+        """The next piece of text; None at the end. An exception is the end, too."""
+        if self.in_step():
+            raise BusyError("this answer is asked for its next piece from inside its own step")
         with self._stepping:
-            piece = next(self._steps, None)
-            if self.cancelled.is_set():
+            self._stepper = threading.get_ident()
+            try:
+                piece = next(self._steps, None)
+            except BaseException:
                 self._end()
-            return piece
+                raise
+            finally:
+                self._stepper = 0
+        self._end_if_cancelled()
+        return piece
+
+    def in_step(self) -> bool:
+        """Whether the caller is inside a step of this answer, where it cannot wait for the step."""
+        return self._stepper == threading.get_ident()
 
     def cancel(self) -> None:
         self.cancelled.set()
-        if self._stepping.acquire(blocking=False):  # nobody is in a step: end it here
+        self._end_if_cancelled()
+
+    def close(self) -> None:
+        self.cancelled.set()
+        if not self.in_step():
+            with self._stepping:
+                self._end()
+
+    def _end_if_cancelled(self) -> None:
+        """End it, unless somebody is in a step: that one does the same right after the step."""
+        if self.cancelled.is_set() and self._stepping.acquire(blocking=False):
             try:
                 self._end()
             finally:
                 self._stepping.release()
 
-    def close(self) -> None:
-        self.cancelled.set()
-        with self._stepping:
-            self._end()
-
     def _end(self) -> None:
         self._steps.close()
         if self.result is None:  # it never began
             self.result = _Answer(len(self._prompt), self._engine.counters).result()
-        self._let_go()
-
-    def _let_go(self) -> None:
-        if self._holds_engine:
-            self._holds_engine = False
-            self._engine.let_go()
+        self._engine.let_go(self)
 
     # --- the answer ----------------------------------------------------------------------------
 
     def _run(self) -> Generator[str, None, None]:
         answer = _Answer(len(self._prompt), self._engine.counters)
         try:
-            if self._holds_engine:
+            if self._engine.is_held_by(self):  # not if it was cancelled before it began
                 yield from self._decode(answer)
         except Cancelled:
             pass
@@ -204,7 +222,7 @@ class Run:
             raise
         finally:
             self.result = answer.result()
-            self._let_go()
+            self._engine.let_go(self)
 
     def _decode(self, answer: _Answer) -> Iterator[str]:
         engine, decoder = self._engine, self._engine.decoder

@@ -7,6 +7,7 @@ Pure arithmetic on pack headers. A plan that cannot fit is refused with the smal
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -81,9 +82,9 @@ def parse_size(text: str | int | float, whole: int) -> int:
             size = number * whole
     else:
         size = text * whole if isinstance(text, float) and text <= 1 else text
-    if size <= 0:
+    if not 0 < size < math.inf:
         raise UsageError(f"--vram {text}: a size above 0 is needed")
-    return int(size)
+    return round(size)
 
 
 def make_plan(
@@ -92,24 +93,52 @@ def make_plan(
     *,
     device: str,
     budget: int,
+    available: int,
     slots: int | None,
     context: int,
     rows: int,
     read_rate: float,
     memory_rate: float,
 ) -> Plan:
-    """budget in bytes; rows: the largest pass (prefill chunk); rates in bytes per second.
+    """budget, and what is available at most, in bytes; rows: the largest pass; rates in bytes per second.
 
     `slots` overrides what the budget would give. CapacityError if less than the minimum fits.
     """
-    kv = _kv(target, context)
-    draft_bytes = 0
+    kv, kv_row = _kv(target, context), _kv(target, 1)
+    draft_bytes = draft_kv = 0
     if draft is not None:
-        kv += _kv(draft, min(context, draft.config.max_position_embeddings))
+        longest = draft.config.max_position_embeddings
+        draft_kv = _kv(draft, min(context, longest))
         draft_bytes = draft.dense_bytes + draft.expert_count * draft.stride
+        kv += draft_kv
+        kv_row += _kv(draft, 1) if context <= longest else 0
     work = max(_workspace(size, rows) for size in (target, draft) if size is not None)
     fixed = target.dense_bytes + draft_bytes + kv + work
-    chosen = _slots(target, draft_bytes, kv, budget, fixed, slots)
+    least = min(MIN_SLOTS, target.expert_count)
+    if slots is not None and slots < least:
+        raise CapacityError(f"--slots {slots}: at least {least} are needed")
+    wanted = least if slots is None else min(slots, target.expert_count)
+    needed = fixed + wanted * target.stride
+    if needed > budget:
+        cures, missing = [], needed - budget
+        if wanted > least and fixed + least * target.stride <= budget:
+            cures.append(f"lower --slots to {(budget - fixed) // target.stride}")
+        if needed <= available:
+            cures.append(f"raise --vram to {math.ceil(needed / 1e7) / 100:.2f}GB")
+        if missing <= draft_bytes + draft_kv:
+            cures.append("leave out --draft")
+        if (shorter := context - math.ceil(missing / kv_row)) >= 2:
+            cures.append(f"lower --ctx-size to {shorter}")
+        free = (
+            f"free {gigabytes(needed - available)} on {device}, or use a smaller or narrower model"
+        )
+        raise CapacityError(
+            f"{gigabytes(needed)} are needed for {wanted} expert slots, weights, draft and caches, "
+            f"{gigabytes(budget)} may be used: {' or '.join(cures) or free}"
+        )
+    chosen = wanted
+    if slots is None and target.config.is_moe:
+        chosen = min((budget - fixed) // target.stride, target.expert_count)
     seconds = None
     if target.config.is_moe:
         active = target.config.num_experts_per_tok * target.config.num_hidden_layers * target.stride
@@ -131,32 +160,6 @@ def make_plan(
     )
 
 
-def _slots(
-    target: ModelSize, draft_bytes: int, kv: int, budget: int, fixed: int, asked: int | None
-) -> int:
-    least = MIN_SLOTS if target.config.is_moe else 0
-    if asked is not None and asked < least:
-        raise CapacityError(f"--slots {asked}: at least {least} are needed")
-    wanted = least if asked is None else min(asked, target.expert_count)
-    needed = fixed + wanted * target.stride
-    if needed > budget:
-        cures = [f"raise --vram to {gigabytes(needed)}"]
-        if asked is not None and asked > least and budget >= fixed + least * target.stride:
-            cures = [f"lower --slots to {(budget - fixed) // target.stride}"]
-        elif needed - draft_bytes <= budget:
-            cures.append("leave out --draft")
-        if kv and needed - kv < budget:
-            cures.append("lower --ctx-size")
-        raise CapacityError(
-            f"{gigabytes(needed)} are needed for {wanted} expert slots, weights, draft and caches, "
-            f"{gigabytes(budget)} may be used: {' or '.join(cures)}"
-        )
-    if not target.config.is_moe:
-        return 0
-    fitting = min((budget - fixed) // target.stride, target.expert_count)
-    return fitting if asked is None else wanted
-
-
 def _kv(size: ModelSize, context: int) -> int:
     """Bytes a `KVCache` of that capacity takes."""
     c = size.config
@@ -172,5 +175,5 @@ def _workspace(size: ModelSize, rows: int) -> int:
 
 
 def gigabytes(size: float) -> str:
-    """Bytes for people: two significant decimals of GB."""
+    """Bytes for people: GB with two decimals."""
     return f"{size / 1e9:.2f} GB"

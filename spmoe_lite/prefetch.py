@@ -97,6 +97,7 @@ class Prefetcher:
         self._step = math.inf
         self._queue.put((-math.inf, 0, 0, None))
         self._thread.join()
+        self._error = None  # its traceback leads back here
 
     def _run(self) -> None:
         while (item := self._queue.get())[3] is not None:
@@ -114,9 +115,12 @@ class Prefetcher:
                 self._error = error
 
     def _raise_error(self) -> None:
-        if (error := self._error) is not None:
-            self._error = None
-            raise error
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # or it would keep this frame, and the frame the models, in a cycle
 
     def _judge(self) -> None:
         """Pause when too few of the last copies were used; look again after the pause."""

@@ -41,7 +41,7 @@ class Sampler:
         row = self._penalized(row, context)
         if self.params.temperature == 0:
             return int(row.argmax())
-        row = _filtered(row / self.params.temperature, self.params)
+        row = _filtered(_tempered(row, self.params.temperature), self.params)
         return int((row.double() + self._noise(len(context))[: len(row)]).argmax())
 
     @property
@@ -88,11 +88,16 @@ def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         one_hot = torch.zeros(len(logits), dtype=torch.float64)
         one_hot[int(logits.argmax())] = 1
         return one_hot
-    return _filtered(logits.float() / params.temperature, params).double().softmax(0)
+    return _filtered(_tempered(logits.float(), params.temperature), params).double().softmax(0)
 
 
 def _penalizes(p: SamplingParams) -> bool:
     return bool(p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty)
+
+
+def _tempered(row: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Logits over temperature, the best one at 0: however small the temperature, it stays finite."""
+    return (row - row.max()) / max(temperature, 1e-30)
 
 
 def _filtered(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:

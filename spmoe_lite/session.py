@@ -2,7 +2,9 @@
 
 The newest token is in no cache. Each model is fed `pending`, the tokens after its cache, so that prefill,
 a plain step and the draft's catch-up after full acceptance are one code path. `commit` and `start` are
-the only places where a conversation changes; a pass that fails or is cancelled changes nothing.
+the only places where a conversation changes; a pass that fails or is cancelled changes nothing. Both
+shorten the caches first: wherever they are interrupted, a cache never holds a row of another token than
+the one in `tokens`, and `start` cuts off what is beyond them.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ class Session:
             if ours != theirs:
                 break
             same += 1
+        self._roll_back(min(same, len(prompt) - 1))
         self.tokens = list(prompt)
         self.prompt_length = len(prompt)
-        self._roll_back(min(same, len(prompt) - 1))
         return self.target_kv.length
 
     def pending(self, kv: KVCache) -> list[int]:
@@ -39,8 +41,8 @@ class Session:
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Append the target's tokens; both caches forget the rejected rows."""
+        self._roll_back(len(self.tokens) + len(tokens) - 1)
         self.tokens += tokens
-        self._roll_back(len(self.tokens) - 1)
 
     def _roll_back(self, length: int) -> None:
         self.target_kv.truncate(length)

@@ -8,7 +8,8 @@ compute stream waits for the slot's fill before it reads it. The host waits for 
 
 from __future__ import annotations
 
-import queue
+import itertools
+import threading
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -64,9 +65,8 @@ class DeviceSlab:
         self._stream = torch.cuda.Stream(device)
         self._filled: list[torch.cuda.Event | None] = [None] * num_slots
         self._last_read: list[torch.cuda.Event | None] = [None] * num_slots
-        self._ring: queue.Queue[_Buffer] = queue.Queue()
-        for _ in range(RING_BUFFERS):
-            self._ring.put(_Buffer(min(stride, RING_BYTES)))
+        size = min(stride, RING_BYTES)
+        self._ring = itertools.cycle([_Buffer(size) for _ in range(RING_BUFFERS)])
 
     def address(self, slot: int) -> int:
         return self.slots.data_ptr() + slot * self.slots.shape[1]
@@ -83,16 +83,14 @@ class DeviceSlab:
 
     def _send(self, slot: int, offset: int, size: int, read: ReadExpert) -> None:
         """One piece of an expert through the ring."""
-        buffer = self._ring.get()
-        try:
+        buffer = next(self._ring)
+        with buffer.lock:
             buffer.sent.synchronize()
             read(buffer.array[:size], offset)
             with torch.cuda.stream(self._stream):
                 piece = self.slots[slot, offset : offset + size]
                 piece.copy_(buffer.tensor[:size], non_blocking=True)
                 buffer.sent.record(self._stream)
-        finally:
-            self._ring.put(buffer)
 
     def arrived(self, slot: int) -> bool:
         event = self._filled[slot]
@@ -112,9 +110,10 @@ class DeviceSlab:
 
 
 class _Buffer:
-    """One pinned staging buffer and the event that says its last copy has left it."""
+    """One pinned staging buffer, who is using it, and when its last copy has left it."""
 
     def __init__(self, size: int):
+        self.lock = threading.Lock()
         self.tensor = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self.array = self.tensor.numpy()
         self.sent = torch.cuda.Event()

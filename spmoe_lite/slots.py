@@ -32,19 +32,20 @@ class SlotTable:
     """`num_slots` slots for `num_layers` x `num_experts` experts, of which a token needs `k` a layer."""
 
     def __init__(self, num_slots: int, num_layers: int, num_experts: int, k: int, policy: str):
-        assert policy in POLICIES and 2 <= num_slots <= num_layers * num_experts
+        every = num_layers * num_experts
+        assert policy in POLICIES and min(2, every) <= num_slots <= every
         self.num_slots = num_slots
         self.policy = policy
-        self.all_fit = num_slots == num_layers * num_experts
+        self.all_fit = num_slots == every
         self.shared = policy == "global-lru" or num_slots // num_layers < k
         self.last_used: dict[ExpertKey, int] = {}
         self._slot_of: dict[ExpertKey, int] = {}
         self._filling: set[ExpertKey] = set()
         self._held: set[ExpertKey] = set()
         slots = list(range(num_slots))
-        shares = [slots] if self.shared else [slots[i::num_layers] for i in range(num_layers)]
-        self._free = [share[::-1] for share in shares]  # taken from the end
-        self._resident: list[set[ExpertKey]] = [set() for _ in shares]
+        self._shares = [slots] if self.shared else [slots[i::num_layers] for i in range(num_layers)]
+        self._free = [share[::-1] for share in self._shares]  # taken from the end
+        self._resident: list[set[ExpertKey]] = [set() for _ in self._shares]
 
     def slot(self, key: ExpertKey) -> int | None:
         """Where the expert is, or is going to be; None if nowhere."""
@@ -60,8 +61,22 @@ class SlotTable:
     def release(self, keys: Iterable[ExpertKey]) -> None:
         self._held.difference_update(keys)
 
-    def release_all(self) -> None:
+    def settle(self, filling: Collection[ExpertKey]) -> None:
+        """After a pass that was cut short: nobody holds anything, only `filling` is being copied.
+
+        Ctrl-C can strike between any two changes, so everything is made again from the one rule
+        that every method keeps at every moment: what has a slot and is not filling is intact.
+        """
+        for key in [key for key in self._filling if key not in filling]:
+            self._slot_of.pop(key, None)
+        self._filling.intersection_update(filling)
         self._held.clear()
+        taken = set(self._slot_of.values())
+        for pool, share in enumerate(self._shares):
+            self._free[pool] = [slot for slot in share[::-1] if slot not in taken]
+            self._resident[pool].clear()
+        for key in self._slot_of.keys() - self._filling:
+            self._resident[self._pool(key[0])].add(key)
 
     def place(
         self,
@@ -76,7 +91,7 @@ class SlotTable:
         that is neither held nor protected. None if there is no slot to have.
         """
         assert key not in self._slot_of
-        pool = 0 if self.shared else key[0]
+        pool = self._pool(key[0])
         victim = None
         if not self._free[pool]:
             able = [k for k in self._resident[pool] if k not in self._held]
@@ -87,21 +102,21 @@ class SlotTable:
                 return None
             self.drop(victim)
         slot = self._free[pool].pop()
-        self._slot_of[key] = slot
         self._filling.add(key)
+        self._slot_of[key] = slot
         return slot, victim
 
     def filled(self, key: ExpertKey) -> None:
         """The copy of `key` has been made (or is ordered before every later reader)."""
+        self._resident[self._pool(key[0])].add(key)
         self._filling.remove(key)
-        self._resident[0 if self.shared else key[0]].add(key)
 
     def drop(self, key: ExpertKey) -> None:
         """Free the slot of `key`: it was evicted, or its copy failed."""
-        pool = 0 if self.shared else key[0]
+        pool, slot = self._pool(key[0]), self._slot_of.pop(key)
         self._filling.discard(key)
         self._resident[pool].discard(key)
-        self._free[pool].append(self._slot_of.pop(key))
+        self._free[pool].append(slot)
 
     def credit(self, key: ExpertKey, position: int) -> None:
         """An accepted token at `position` used the expert."""
@@ -116,6 +131,9 @@ class SlotTable:
 
     def evictable(self, layer: int, protected: Collection[ExpertKey] = ()) -> int:
         """How many slots `layer` could still be given: free ones and victims."""
-        pool = 0 if self.shared else layer
+        pool = self._pool(layer)
         able = [k for k in self._resident[pool] if k not in self._held and k not in protected]
         return len(self._free[pool]) + len(able)
+
+    def _pool(self, layer: int) -> int:
+        return 0 if self.shared else layer

@@ -7,7 +7,7 @@ allow. The model never learns where an expert came from.
 
 Two threads meet here: the decode thread (`serve`, misses) and the prefetch worker (`prefetch`). One lock
 guards table and counters and is never held during a copy; a slot being filled belongs to whoever fills
-it. Nothing but `end_pass` changes recency, and only for accepted rows. On this host-driven path `serve`
+it. A pass may end at any moment, by an error or by Ctrl-C: the next one puts the table right. Nothing but `end_pass` changes recency, and only for accepted rows. On this host-driven path `serve`
 reads the ids on the host, which on a GPU is one synchronisation per layer.
 """
 
@@ -47,7 +47,10 @@ class ExpertStore:
         self._pack = pack
         self._slab = slab
         self._device = device
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # in `with` itself: Condition's own is no match for Ctrl-C
+        self._changed = threading.Condition(self._lock)
+        self._in_pass = False  # still True at the next `begin_pass` if a pass was cut short
+        self._copying: ExpertKey | None = None  # by the worker
         self._layer = -1  # being served: prefetches for it and for those before are late
         self._position = 0  # accepted tokens so far: the clock of recency
         self._prefill = False
@@ -59,9 +62,11 @@ class ExpertStore:
     # --- one pass of the model -----------------------------------------------------------------
 
     def begin_pass(self, rows: int) -> None:
-        """A forward pass over `rows` tokens starts; whatever an aborted one held is let go."""
-        with self._changed:
-            self.table.release_all()
+        """A forward pass over `rows` tokens starts; what one that was cut short left is put right."""
+        with self._lock:
+            if self._in_pass:
+                self.table.settle(() if self._copying is None else (self._copying,))
+            self._in_pass = True
             self._layer = -1
         self._prefill = rows > PREFILL_ROWS
         self.trace.clear()
@@ -88,7 +93,7 @@ class ExpertStore:
 
     def end_pass(self, accepted_rows: int) -> None:
         """The first `accepted_rows` rows of the pass stay: refresh recency from them, count their hits."""
-        with self._changed:
+        with self._lock:
             for row in range(accepted_rows):
                 self._position += 1
                 for layer, rows in self.trace.items():
@@ -99,6 +104,7 @@ class ExpertStore:
             self._layer = -1
             self._expected.clear()
             self._prefetched.clear()
+            self._in_pass = False
 
     def would_miss(self, key: ExpertKey) -> bool:
         """Whether `key`, needed by the pass that just ran, was absent before this step's prefetches."""
@@ -111,7 +117,7 @@ class ExpertStore:
         ready: list[int] = []
         arriving: list[int] = []
         missing: list[int] = []
-        with self._changed:
+        with self._lock:
             self._layer = layer
             for expert in wanted:
                 key = (layer, expert)
@@ -146,16 +152,17 @@ class ExpertStore:
         while missing and not (self._prefill and loaded):
             check(self.cancel)
             key = (layer, missing[0])
-            with self._changed:
+            with self._lock:
                 slot = self._take_slot(key, done)
                 while slot is None and must and not loaded:
                     assert self.table.filling_in_pool(layer), "no slot, and nobody to wait for"
                     self._changed.wait()
+                    check(self.cancel)
                     slot = self._take_slot(key, done)
                 if slot is None:
                     break
             self._fill(key, slot)
-            with self._changed:
+            with self._lock:
                 self.table.hold(key)
                 self.counters.loads += 1
             loaded.append(missing.pop(0))
@@ -179,7 +186,7 @@ class ExpertStore:
     def _give_back(self, layer: int, experts: list[int]) -> None:
         keys = [(layer, expert) for expert in experts]
         self._slab.mark_read([self.table.slot(key) for key in keys])
-        with self._changed:
+        with self._lock:
             self.table.release(keys)
 
     def _await(self, layer: int, experts: list[int]) -> None:
@@ -187,7 +194,7 @@ class ExpertStore:
         started = time.perf_counter()
         for expert in experts:
             key = (layer, expert)
-            with self._changed:
+            with self._lock:
                 while self.table.is_filling(key):
                     self._changed.wait()
                 lost = self.table.slot(key) is None
@@ -199,13 +206,13 @@ class ExpertStore:
 
     def expect(self, layer: int, experts: list[int]) -> None:
         """The step at hand is expected to use these experts: prefetching evicts none of them."""
-        with self._changed:
+        with self._lock:
             self._expected.update((layer, expert) for expert in experts)
 
     def prefetch(self, layer: int, expert: int) -> None:
         """Copy a predicted expert into a slot, unless it is there, too late, or nothing may leave."""
         key = (layer, expert)
-        with self._changed:
+        with self._lock:
             if self.table.slot(key) is not None:
                 return
             slot = None
@@ -216,8 +223,12 @@ class ExpertStore:
                 return
             self._unused.add(key)
             self._prefetched.add(key)
-        self._fill(key, slot)
-        with self._changed:
+            self._copying = key
+        try:
+            self._fill(key, slot)
+        finally:
+            self._copying = None
+        with self._lock:
             self.counters.prefetches += 1
 
     # --- shared --------------------------------------------------------------------------------
@@ -231,12 +242,12 @@ class ExpertStore:
         try:
             self._slab.fill(slot, read)
         except BaseException:
-            with self._changed:
+            with self._lock:
                 self.table.drop(key)
                 self._unused.discard(key)
                 self._changed.notify_all()
             raise
-        with self._changed:
+        with self._lock:
             self.table.filled(key)
             self.counters.bytes_moved += self._pack.expert_layout.stride
             self._changed.notify_all()
