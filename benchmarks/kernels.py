@@ -546,8 +546,8 @@ DOWN_FEW = [(64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 5), (64, 128, 4, 6), 
 DOWN_FEW += [(64, 64, 4, 8), (64, 256, 4, 3), (128, 128, 8, 3), (128, 64, 8, 6)]
 UP_MANY = [(256, 64, 8, 3), (256, 64, 8, 4), (128, 64, 8, 4), (128, 64, 4, 4), (128, 128, 8, 3)]
 DOWN_MANY = [(128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 4), (256, 64, 8, 3), (256, 64, 8, 4)]
-ATTENTION = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 32, 4, 4), (64, 32, 4, 6)]
-ATTENTION += [(32, 64, 4, 3), (32, 32, 4, 6)]
+ATTENTION = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 32, 4, 3), (64, 32, 4, 4)]
+ATTENTION += [(64, 32, 4, 6), (32, 64, 4, 3), (64, 32, 4, 5)]
 LINEAR = [(tile, wanted) for tile in DOWN_FEW[1:6] for wanted in (128, 256)]
 
 
@@ -605,7 +605,7 @@ def sweeps(match: str) -> list[tuple]:
             found.append(
                 (f"linear {name} {DENSE[name]} {entry}", sweep_linear, (entry, *DENSE[name]))
             )
-    return found
+    return [job for job in found if match in job[0]]
 
 
 def sweep(model: Mixtral, match: str) -> dict:
@@ -686,7 +686,8 @@ def main() -> int:
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "command": "python benchmarks/kernels.py " + " ".join(sys.argv[1:]),
+        "command": f"python benchmarks/kernels.py --only {options.only}",
+        "date": time.strftime("%Y-%m-%d"),
         "failures": [],
     }
 

@@ -36,6 +36,7 @@ from .configs import attention_tile, capability_of
 LOG2_E = 1.4426950408889634
 ENOUGH_PROGRAMS = 256  # about two per multiprocessor of a large card: no need to spread the splits
 MAX_PARTS_BYTES = 128 << 20
+MERGE_D = 32  # lanes of one merging program, one per thread
 
 
 def splits_up_to(position: int) -> int:
@@ -71,13 +72,46 @@ def _finite(m):
 
 
 @triton.jit
+def _attend_blocks(
+    m, l, acc, q, position, k_ptr, v_ptr, begin, end, window, scale,  # noqa: E741
+    KEY_STRIDE: tl.constexpr, D: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Add the keys [begin, end) to (m, l, acc); without MASKED, whole blocks that all rows see."""
+    d, j = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_KEYS)
+    for low in range(begin, end, BLOCK_KEYS):
+        key = low + j
+        at = key.to(tl.int64)[:, None] * KEY_STRIDE + d[None, :]
+        there = (d < D)[None, :]
+        if MASKED:
+            there = there & (key < end)[:, None]
+        k = tl.load(k_ptr + at, mask=there, other=0.0)
+        v = tl.load(v_ptr + at, mask=there, other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            visible = (key[None, :] <= position[:, None]) & (key < end)[None, :]
+            if WINDOWED:
+                visible = visible & (key[None, :] > position[:, None] - window)
+            score = tl.where(visible, score, float("-inf"))
+        new_m = tl.maximum(m, tl.ceil(tl.max(score, axis=1) * scale))
+        base = _finite(new_m)
+        p = tl.exp2(score * scale - base[:, None])
+        shrink = tl.exp2(m - base)
+        l = l * shrink + tl.sum(p, axis=1)  # noqa: E741
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        m = new_m
+    return m, l, acc
+
+
+@triton.jit
 def _attend_split(
     q,  # [BLOCK_ROWS, BLOCK_D]
     position,  # [BLOCK_ROWS], of each row
+    first,  # lowest position of a row
+    last,  # highest position of a row
     k_ptr,  # of this KV head
     v_ptr,
-    begin,
-    end,  # keys [begin, end) of one split, all stored
+    split,
     window,
     scale,  # includes log2(e)
     KEY_STRIDE: tl.constexpr,
@@ -88,29 +122,29 @@ def _attend_split(
     BLOCK_D: tl.constexpr,
 ):
     """m [BLOCK_ROWS], l [BLOCK_ROWS], acc [BLOCK_ROWS, BLOCK_D] over one split."""
-    d, j = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_KEYS)
     m = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     l = tl.zeros((BLOCK_ROWS,), tl.float32)  # noqa: E741
     acc = tl.zeros((BLOCK_ROWS, BLOCK_D), tl.float32)
-    for low in range(begin, end, BLOCK_KEYS):
-        key = low + j
-        at = key.to(tl.int64)[:, None] * KEY_STRIDE + d[None, :]
-        there = (key < end)[:, None] & (d < D)[None, :]
-        k = tl.load(k_ptr + at, mask=there, other=0.0)
-        v = tl.load(v_ptr + at, mask=there, other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        visible = (key[None, :] <= position[:, None]) & (key < end)[None, :]
-        if WINDOWED:
-            visible = visible & (key[None, :] > position[:, None] - window)
-        score = tl.where(visible, score, float("-inf"))
-        new_m = tl.maximum(m, tl.ceil(tl.max(score, axis=1)))
-        base = _finite(new_m)
-        p = tl.exp2(score - base[:, None])
-        shrink = tl.exp2(m - base)
-        l = l * shrink + tl.sum(p, axis=1)  # noqa: E741
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        m = new_m
-    return m, l, acc
+    low = _split_begin(split)
+    end = tl.minimum(_split_begin(split + 1), last + 1)
+    if WINDOWED:  # blocks that begin outside some row's window
+        whole = low + tl.cdiv(tl.maximum(last - window + 1 - low, 0), BLOCK_KEYS) * BLOCK_KEYS
+        whole = tl.minimum(whole, end)
+        m, l, acc = _attend_blocks(  # noqa: E741
+            m, l, acc, q, position, k_ptr, v_ptr, low, whole, window, scale,
+            KEY_STRIDE, D, WINDOWED, True, BLOCK_KEYS, BLOCK_D,
+        )  # fmt: skip
+        low = whole
+    # Whole blocks that all rows see, then the diagonal and the end.
+    whole = low + tl.maximum(tl.minimum(end, first + 1) - low, 0) // BLOCK_KEYS * BLOCK_KEYS
+    m, l, acc = _attend_blocks(  # noqa: E741
+        m, l, acc, q, position, k_ptr, v_ptr, low, whole, window, scale,
+        KEY_STRIDE, D, WINDOWED, False, BLOCK_KEYS, BLOCK_D,
+    )  # fmt: skip
+    return _attend_blocks(
+        m, l, acc, q, position, k_ptr, v_ptr, whole, end, window, scale,
+        KEY_STRIDE, D, WINDOWED, True, BLOCK_KEYS, BLOCK_D,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens", "start", "window", "num_splits"])
@@ -146,8 +180,8 @@ def _attention_kernel(
     there = mine[:, None] & (d < D)[None, :]
     q = tl.load(q_ptr + q_head[:, None] * D + d[None, :], mask=there, other=0.0)
 
-    last_token = tl.minimum((row_tile * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP, num_tokens - 1)
-    end = start + last_token + 1
+    first = start + row_tile * BLOCK_ROWS // GROUP
+    last = start + tl.minimum((row_tile * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP, num_tokens - 1)
     k_ptr += head * D
     v_ptr += head * D
     if SPREAD:
@@ -156,9 +190,8 @@ def _attention_kernel(
         if WINDOWED:
             split += _splits_up_to(tl.maximum(start - window + 1, 0)) - 1
         m, l, acc = _attend_split(  # noqa: E741
-            q, position, k_ptr, v_ptr,
-            _split_begin(split), tl.minimum(_split_begin(split + 1), end),
-            window, scale, HEADS_K * D, D, WINDOWED, BLOCK_ROWS, BLOCK_KEYS, BLOCK_D,
+            q, position, first, last, k_ptr, v_ptr, split, window, scale,
+            HEADS_K * D, D, WINDOWED, BLOCK_ROWS, BLOCK_KEYS, BLOCK_D,
         )  # fmt: skip
         num_rows = num_tokens.to(tl.int64) * (HEADS_K * GROUP)
         tl.store(stats_ptr + q_head * num_splits + place, m, mask=mine)
@@ -167,16 +200,14 @@ def _attention_kernel(
     else:
         split = 0
         if WINDOWED:
-            first_token = row_tile * BLOCK_ROWS // GROUP
-            split = _splits_up_to(tl.maximum(start + first_token - window + 1, 0)) - 1
+            split = _splits_up_to(tl.maximum(first - window + 1, 0)) - 1
         m = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
         l = tl.zeros((BLOCK_ROWS,), tl.float32)  # noqa: E741
         acc = tl.zeros((BLOCK_ROWS, BLOCK_D), tl.float32)
-        for later in range(split, _splits_up_to(end - 1)):
+        for later in range(split, _splits_up_to(last)):
             split_m, split_l, split_acc = _attend_split(
-                q, position, k_ptr, v_ptr,
-                _split_begin(later), tl.minimum(_split_begin(later + 1), end),
-                window, scale, HEADS_K * D, D, WINDOWED, BLOCK_ROWS, BLOCK_KEYS, BLOCK_D,
+                q, position, first, last, k_ptr, v_ptr, later, window, scale,
+                HEADS_K * D, D, WINDOWED, BLOCK_ROWS, BLOCK_KEYS, BLOCK_D,
             )  # fmt: skip
             new_m = tl.maximum(m, split_m)
             old, new = tl.exp2(m - _finite(new_m)), tl.exp2(split_m - _finite(new_m))
@@ -199,10 +230,9 @@ def _merge_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    d, s = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_SPLITS)
+    d, s = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_SPLITS)
     m_ptr = stats_ptr + row * num_splits
     l_ptr = m_ptr + num_rows.to(tl.int64) * num_splits
     largest = tl.full((BLOCK_SPLITS,), float("-inf"), tl.float32)
@@ -213,8 +243,8 @@ def _merge_kernel(
 
     l = tl.zeros((1,), tl.float32)  # noqa: E741
     acc = tl.zeros((BLOCK_D,), tl.float32)
-    for low in range(0, num_splits, UNROLL):
-        for i in tl.static_range(UNROLL):
+    for low in range(0, num_splits, BLOCK_SPLITS):
+        for i in tl.static_range(BLOCK_SPLITS):  # unrolled: all loads are under way at once
             split = low + i + tl.zeros((1,), tl.int64)
             inside = split < num_splits
             split_m = tl.load(m_ptr + split, mask=inside, other=float("-inf"))
@@ -253,18 +283,16 @@ def attention_triton(
     if spread:
         parts = q.new_empty(splits, tokens, num_heads, head_dim, dtype=torch.float32)
         stats = q.new_empty(2, tokens, num_heads, splits, dtype=torch.float32)
-    block_d = triton.next_power_of_2(head_dim)
     _attention_kernel[row_tiles, heads_k, splits if spread else 1](
         q, k_cache, v_cache, parts, stats, tokens, start, window or 0, splits,
         head_dim**-0.5 * LOG2_E,
         HEADS_K=heads_k, GROUP=group, D=head_dim, WINDOWED=window is not None, SPREAD=spread,
-        BLOCK_ROWS=config.rows, BLOCK_KEYS=config.keys, BLOCK_D=block_d,
+        BLOCK_ROWS=config.rows, BLOCK_KEYS=config.keys, BLOCK_D=triton.next_power_of_2(head_dim),
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
     )  # fmt: skip
     if spread:
-        _merge_kernel[(tokens * num_heads,)](
+        _merge_kernel[tokens * num_heads, triton.cdiv(head_dim, MERGE_D)](
             parts, stats, out, tokens * num_heads, splits,
-            D=head_dim, BLOCK_D=block_d, BLOCK_SPLITS=64, UNROLL=16,
-            num_warps=1, enable_fp_fusion=True,
+            D=head_dim, BLOCK_D=MERGE_D, BLOCK_SPLITS=32, num_warps=1, enable_fp_fusion=True,
         )  # fmt: skip
     return out
