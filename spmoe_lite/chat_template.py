@@ -292,15 +292,17 @@ def _nine(call_id: str) -> str:
 
 def _read_source(path: Path) -> str:
     try:
-        if path.stat().st_size > 4 * MAX_SOURCE_CHARS:
-            raise DamagedError(
-                f"{path} has {path.stat().st_size} bytes, too many for a chat template"
-            )
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MAX_SOURCE_CHARS + 1)
+    except ValueError:  # not UTF-8, or a name that no file can have
         raise DamagedError(f"{path} is not UTF-8 text; give another with --template FILE") from None
     except OSError as error:
         raise NotFoundError(f"cannot read the chat template {path}: {error.strerror}") from None
+    if len(text) > MAX_SOURCE_CHARS:
+        raise DamagedError(
+            f"{path} has more than {MAX_SOURCE_CHARS} characters, too many for a chat template"
+        )
+    return text
 
 
 def _named(value: Any, path: Path) -> str:

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 import click
 
@@ -39,6 +39,7 @@ PROGRAM = STARTED_AS.get(Path(sys.argv[0]).name, NAME)  # what to type, in hints
 FIRST_PAIR = ("mixtral-8x7b", "mistral-7b")  # what `chat` offers to convert where there is no pack
 DEMO_PROMPT = "Give me three tips for sleeping well."
 DEMO_TOKENS = 200  # of the demo's first answer, which should end some time
+MAX_PROMPT_CHARS = 16 << 20  # a context of millions of tokens; more is a device or a mistake
 PRECISIONS = ["bf16", "fp16", "fp32"]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -72,13 +73,17 @@ def run_command(args: list[str]) -> int:
     except click.ClickException as error:
         ctx = getattr(error, "ctx", None)
         command = ctx.command_path if ctx else PROGRAM
-        message = error.format_message().rstrip(".")
+        message = f"{error.format_message():.400}".rstrip(".") + _from_variable(error)
         return _fail(f"{message}; see {command} --help", error.exit_code, state)
     except SpmoeError as error:
         return _fail(str(error), error.exit_code, state)
-    except OSError as error:
-        name = f"{error.filename}: " if error.filename else ""
-        return _fail(f"{name}{error.strerror or error}", 1, state)
+    except OSError as error:  # of a place where the library does not expect one, or of stdout
+        from spmoe_lite.manifest import disk_error
+
+        named = disk_error(
+            error, error.filename or "the output", "use" if error.filename else "write"
+        )
+        return _fail(str(named), named.exit_code, state)
     except MemoryError:
         return _fail("out of memory", CapacityError.exit_code, state)
     except BaseException as error:  # a library's panic is not an Exception
@@ -96,6 +101,19 @@ def _fail(message: str, code: int, state: dict[str, bool]) -> int:
     )
     click.echo(f"{NAME}: {hint}", err=True)
     return code
+
+
+def _from_variable(error: click.ClickException) -> str:
+    """Where a refused value came from, if it was not typed."""
+    ctx, option = getattr(error, "ctx", None), getattr(error, "param", None)
+    if ctx is None or option is None or _source(ctx, option.name) != "ENVIRONMENT":
+        return ""
+    return f" (in {option.envvar or f'{ctx.auto_envvar_prefix}_{option.name.upper()}'})"
+
+
+def _source(ctx: click.Context, name: str) -> str:
+    source = ctx.get_parameter_source(name)
+    return source.name if source is not None else ""
 
 
 def _debug(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -139,6 +157,13 @@ def options(*declared: Callable[[F], F]) -> Callable[[F], F]:
         return command
 
     return decorate
+
+
+class Whole(click.types.StringParamType):
+    """A text that may hold spaces in the environment too; click would make several of it."""
+
+    def split_envvar_value(self, rv: str) -> Sequence[str]:
+        return [rv] if rv else []
 
 
 debug_option = click.option(
@@ -193,7 +218,7 @@ engine_options = options(
     click.option(
         "--device", default="auto", metavar="DEVICE", help="Where to run: auto, cpu, cuda, cuda:N."
     ),
-    click.option("--threads", "-t", type=click.IntRange(1), metavar="N", help="CPU threads."),
+    click.option("--threads", "-t", type=click.IntRange(1, 1024), metavar="N", help="CPU threads."),
     click.option("--no-prefetch", is_flag=True, help="Load experts only when they are needed."),
     click.option(
         "--cutoff",
@@ -217,7 +242,9 @@ sampling_options = options(
         metavar="N",
         help="Longest answer.",
     ),
-    click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before TEXT."),
+    click.option(
+        "--stop", multiple=True, type=Whole(), metavar="TEXT", help="End the answer before TEXT."
+    ),
     click.option("--system-prompt", "--system", "-sys", metavar="TEXT", help="System prompt."),
     click.option(
         "--template",
@@ -265,6 +292,7 @@ class Commands(click.Group):
 )
 @click.option(
     "--version",
+    allow_from_autoenv=False,
     is_flag=True,
     is_eager=True,
     expose_value=False,
@@ -307,6 +335,7 @@ def demo(prompt: str | None, gguf: Path | None, **given: Any) -> int:
     from spmoe_lite.demo import prepare
     from spmoe_lite.library import inspect
 
+    _check_sampling(given)
     _show_log()
     note("demo: SmolLM2-135M with eight experts a layer, drafted by the original")
     with terminal.interruptible() as cancel, terminal.ProgressDisplay() as progress:
@@ -339,6 +368,7 @@ def chat(pack: str | None, model: str | None, draft: str | None, **given: Any) -
 
     Inside, /help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves.
     """
+    _check_sampling(given)
     _show_log()
     target, draft_path = _choose(pack, model, draft, offer=terminal.is_interactive())
     note(_pair(target, draft_path))
@@ -390,6 +420,10 @@ def run(
     text = _read_prompt(prompt, prompt_file)
     if not text and not raw:
         raise UsageError("the prompt is empty")
+    for flag in ("system_prompt", "template"):
+        if raw and given[flag]:
+            raise UsageError(f"--{flag.replace('_', '-')} needs a chat template; --raw uses none")
+    _check_sampling(given)
     _show_log()
     target, draft_path = _choose(pack, model, draft, offer=False)
     if not (pack or model):
@@ -402,7 +436,10 @@ def run(
             limits |= {"sampling": sampling, "cancel": cancel, "on_progress": progress}
             if raw or engine.template is None:
                 if given["system_prompt"]:
-                    raise UsageError("--system-prompt needs a chat template; --raw has none")
+                    raise UsageError(
+                        f"--system-prompt needs a chat template; {_name(target)} has none, "
+                        f"--template FILE gives one"
+                    )
                 answer = engine.generate(text, **limits)
             else:
                 answer = engine.chat(_messages(given["system_prompt"], text), **limits)
@@ -491,7 +528,14 @@ def list_packs(as_json: bool) -> None:
         rows = [["NAME", "SIZE", "KIND", "DATE"]]
         for p in found:
             kind = (p.family or "") + (" MoE" if p.moe and p.family != "mixtral" else "")
-            rows.append([p.name, size(p.size_bytes), kind or "?", _date(p.modified)[:10]])
+            rows.append(
+                [
+                    terminal.printable(p.name).replace("\n", " "),
+                    size(p.size_bytes),
+                    kind or "?",
+                    _date(p.modified)[:10],
+                ]
+            )
             if not p.complete:
                 rows[-1][3] += " partial"
         click.echo(terminal.table(rows, right=[1]))
@@ -693,7 +737,24 @@ def _load(target: Path, draft: Path | None, given: dict[str, Any]) -> Engine:
         engine = Engine.load(target, draft, **asked, cancel=cancel, on_progress=progress)
     for notice in engine.notices:
         note(notice)
+    _say_unused(target, draft, given, engine.plan.expert_count > 0)
     return engine
+
+
+def _say_unused(target: Path, draft: Path | None, given: dict[str, Any], moe: bool) -> None:
+    """One remark for each reason why flags that were typed change nothing."""
+    reasons = [
+        (draft is None, "there is no --draft", ["draft_tokens"]),
+        (draft is None or not moe, "nothing is prefetched", ["cutoff", "no_prefetch"]),
+        (given["no_prefetch"], "--no-prefetch is given", ["cutoff"]),
+        (not moe, f"{_name(target)} has no experts", ["slots", "policy"]),
+    ]
+    ctx, said = click.get_current_context(), set()
+    for holds, why, flags in reasons:
+        flags = [f for f in flags if _source(ctx, f) == "COMMANDLINE" and f not in said]
+        if holds and flags:
+            said.update(flags)
+            note(f"no effect, as {why}: " + ", ".join("--" + f.replace("_", "-") for f in flags))
 
 
 def _sampling(default: SamplingParams, given: dict[str, Any]) -> SamplingParams:
@@ -709,6 +770,13 @@ def _sampling(default: SamplingParams, given: dict[str, Any]) -> SamplingParams:
     seed = given["seed"]
     changed["seed"] = new_seed() if seed is None or seed < 0 else seed
     return replace(default, **changed)
+
+
+def _check_sampling(given: dict[str, Any]) -> None:
+    """Refuse bad values before gigabytes are loaded for them."""
+    from spmoe_lite.config import SamplingParams
+
+    _sampling(SamplingParams(), given)
 
 
 def _repl(engine: Engine, target: Path, draft: Path | None, given: dict[str, Any]) -> Any:
@@ -740,16 +808,29 @@ def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:
         raise UsageError("two prompts: give -p or -f, not both")
     if prompt is not None:
         return prompt
-    if prompt_file not in (None, "-"):
-        try:
-            return Path(prompt_file).read_text(encoding="utf-8").removesuffix("\n")
-        except FileNotFoundError:
-            raise NotFoundError(f"no prompt file {prompt_file}") from None
-        except UnicodeDecodeError:
-            raise UsageError(f"{prompt_file} is not text in UTF-8") from None
-    if sys.stdin is None or (prompt_file is None and terminal.is_terminal(sys.stdin)):
-        raise UsageError("no prompt: give -p TEXT or -f FILE, or pipe it in")
-    return sys.stdin.read().removesuffix("\n")
+    if prompt_file in (None, "-"):
+        if sys.stdin is None or (prompt_file is None and terminal.is_terminal(sys.stdin)):
+            raise UsageError("no prompt: give -p TEXT or -f FILE, or pipe it in")
+        if hasattr(sys.stdin, "reconfigure"):
+            sys.stdin.reconfigure(errors="strict")
+        return _read_text(sys.stdin, "stdin")
+    try:
+        with open(prompt_file, encoding="utf-8-sig") as file:  # some editors begin with a mark
+            return _read_text(file, prompt_file)
+    except FileNotFoundError:
+        raise NotFoundError(f"no prompt file {prompt_file}") from None
+    except ValueError:  # a name that no file can have
+        raise UsageError(f"{prompt_file!r:.80} is no file; give -f FILE") from None
+
+
+def _read_text(file: TextIO, name: str) -> str:
+    try:
+        text = file.read(MAX_PROMPT_CHARS + 1)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name} is not text in {error.encoding}; convert it to UTF-8") from None
+    if len(text) > MAX_PROMPT_CHARS:
+        raise UsageError(f"{name} has more than {MAX_PROMPT_CHARS} characters; shorten the prompt")
+    return text.removesuffix("\n")
 
 
 def _convert(

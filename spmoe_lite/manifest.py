@@ -429,7 +429,7 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def disk_error(error: OSError, path: Path, verb: str) -> SpmoeError:
+def disk_error(error: OSError, path: Path | str, verb: str) -> SpmoeError:
     """What the operating system said about `path`, as one line with the remedy."""
     text = error.strerror or type(error).__name__
     if error.errno in _DISK_FULL:

@@ -72,6 +72,12 @@ class Generation:
         self._reason = self._reason or "cancelled"
 
 
+class Plan(str):
+    """What `str` of the real plan is, and what the command line asks of it."""
+
+    expert_count = 256
+
+
 class Engine:
     """Counts its calls in `loaded` (keyword arguments of each load) and `asked` (each conversation)."""
 
@@ -79,7 +85,7 @@ class Engine:
     template: Any = object()
 
     def __init__(self) -> None:
-        self.plan = "128 of 256 slots · 12.0 GB · about 50 ms per token"
+        self.plan = Plan("128 of 256 slots · 12.0 GB · about 50 ms per token")
         self.default_sampling = SamplingParams(temperature=0.7)
         self.ctx_size = 512
         self.notices: list[str] = []

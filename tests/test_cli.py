@@ -202,7 +202,12 @@ class Panic(BaseException):
         (KeyError("weights"), 1, "KeyError: 'weights' (this is a bug in spmoe-lite; --debug"),
         (AssertionError(), 1, "AssertionError (this is a bug in spmoe-lite; --debug"),
         (Panic("called unwrap on None"), 1, "Panic: called unwrap on None (this is a bug"),
-        (PermissionError(13, "Permission denied", "/x"), 1, "/x: Permission denied"),
+        (
+            PermissionError(13, "Permission denied", "/x"),
+            1,
+            "cannot use /x (Permission denied); check",
+        ),
+        (OSError(28, "No space left on device"), 4, "disk full: cannot write the output"),
         (MemoryError(), 4, "out of memory"),
     ],
 )
@@ -313,7 +318,7 @@ def test_no_prompt_is_wrong_usage(engine, typed, capsys, missing):
     assert "-p TEXT" in seen(capsys)[1][-1]
 
 
-def test_two_prompts_or_a_bad_file_are_refused(engine, typed, capsys, tmp_path):
+def test_two_prompts_or_a_bad_file_are_refused(engine, typed, capsys, tmp_path, monkeypatch):
     bad = tmp_path / "bad.txt"
     bad.write_bytes(b"\xff\xfe")
     assert spmoe("run", "mix", "-p", "a", "-f", str(bad)) == 2
@@ -321,6 +326,69 @@ def test_two_prompts_or_a_bad_file_are_refused(engine, typed, capsys, tmp_path):
     assert spmoe("run", "mix", "-f", str(tmp_path / "none")) == 3
     assert spmoe("run", "mix", "-f", str(tmp_path)) == 1
     assert str(tmp_path) in seen(capsys)[1][-1]
+    assert spmoe("run", "mix", "-f", "a\0b") == 2
+    monkeypatch.setattr(cli, "MAX_PROMPT_CHARS", 3)
+    long = tmp_path / "long.txt"
+    long.write_text("four", encoding="utf-8")
+    assert spmoe("run", "mix", "-f", str(long)) == 2
+    monkeypatch.setattr(sys, "stdin", open(bad, encoding="utf-8", errors="replace"))
+    assert spmoe("run", "mix") == 2
+    assert "stdin is not text in utf-8" in seen(capsys)[1][-1]
+    assert engine.loaded == []
+
+
+def test_kind_e_o11_the_mark_that_some_editors_write_is_no_text(engine, typed, capsys, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"\xef\xbb\xbfhello\r\n")
+    assert spmoe("run", "mix", "-f", str(file)) == 0
+    assert seen(capsys)[0] == "You said: hello\n"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["--temp", "nan"], ["--top-p", "2"], ["--top-k", "-1"], ["--raw", "--template", "t"]]
+    + [["--raw", "--system", "x"], ["--threads", "99999999999"]],
+)
+def test_bad_values_are_refused_before_anything_is_loaded(engine, typed, capsys, args):
+    assert spmoe("run", "mix", "-p", "hi", *args) == 2
+    assert engine.loaded == [] and len(seen(capsys)[1]) == 1
+
+
+def test_flags_that_change_nothing_are_said(engine, typed, monkeypatch, capsys):
+    flags = "--draft-tokens 3 --cutoff 2 --no-prefetch --slots 4 --policy layer-lru".split()
+    assert spmoe("run", "mix", "-p", "hi", *flags, "--draft", "mis") == 0
+    assert [line for line in seen(capsys)[1] if "no effect" in line] == [
+        "no effect, as --no-prefetch is given: --cutoff"
+    ]
+    monkeypatch.setattr(fake_engine.Plan, "expert_count", 0)
+    assert spmoe("run", "mix", "-p", "hi", *flags) == 0
+    assert [line for line in seen(capsys)[1] if "no effect" in line] == [
+        "no effect, as there is no --draft: --draft-tokens",
+        "no effect, as nothing is prefetched: --cutoff, --no-prefetch",
+        "no effect, as mix has no experts: --slots, --policy",
+    ]
+    monkeypatch.setenv("SPMOE_SLOTS", "4")  # set once for every model
+    assert spmoe("run", "mix", "-p", "hi") == 0
+    assert not any("no effect" in line for line in seen(capsys)[1])
+
+
+def test_a_refused_variable_is_named(engine, typed, monkeypatch, capsys):
+    monkeypatch.setenv("SPMOE_SLOTS", "many")
+    assert spmoe("run", "mix", "-p", "hi") == 2
+    assert "(in SPMOE_SLOTS)" in seen(capsys)[1][0]
+    assert spmoe("run", "mix", "-p", "hi", "--slots", "few") == 2
+    assert "SPMOE" not in seen(capsys)[1][0]
+
+
+def test_a_stop_text_may_hold_spaces_in_the_environment(engine, typed, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        engine, "chat", lambda self, messages, **given: asked.append(given["stop"]) or NOTHING
+    )
+    monkeypatch.setenv("SPMOE_STOP", "The end.")
+    monkeypatch.setenv("SPMOE_VERSION", "9.9")  # not ours
+    assert spmoe("run", "mix", "-p", "hi") == 0
+    assert asked == [("The end.",)]
 
 
 def test_a_pack_without_a_template_continues_the_text(engine, typed, capsys):
