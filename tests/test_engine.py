@@ -1,6 +1,7 @@
 """The library as an application uses it: stream, cancel, several threads, asyncio, close."""
 
 import asyncio
+import contextlib
 import gc
 import io
 import logging
@@ -9,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -26,6 +29,7 @@ from spmoe_lite.errors import (
     UsageError,
 )
 from tests import tiny
+from tests.interrupt import Interrupt
 
 PROMPT = [1, 17, 300, 42, 42, 5, 99, 250, 3, 8, 120]
 MESSAGES = [{"role": "user", "content": "hello there"}]
@@ -206,7 +210,123 @@ def test_kind_l_o36_a_cancelled_task_frees_the_engine(engine):
     assert time.perf_counter() - started < 2
 
 
+def test_an_asyncio_task_is_not_left_waiting_for_itself(engine):
+    async def nested():
+        async for _ in engine.generate(PROMPT, max_tokens=10):
+            async for _ in engine.generate(PROMPT, max_tokens=5):
+                pass
+
+    with pytest.raises(BusyError, match="this task"):
+        asyncio.run(asyncio.wait_for(nested(), 10))
+    assert engine.generate(PROMPT, max_tokens=5, wait=False).result.completion_tokens == 5
+
+
+def test_a_task_cancelled_while_it_waits_leaves_the_engine_to_the_other(engine):
+    slow_down(engine, 0.02)
+
+    async def main():
+        async def read():
+            return [piece async for piece in engine.generate(PROMPT, max_tokens=8)]
+
+        first = asyncio.create_task(read())
+        await asyncio.sleep(0.05)
+        second = asyncio.create_task(read())
+        await asyncio.sleep(0.02)
+        second.cancel()
+        assert await first
+        with pytest.raises(asyncio.CancelledError):
+            await second
+
+    asyncio.run(main())
+    assert engine.generate(PROMPT, max_tokens=5, wait=False).result.completion_tokens == 5
+
+
 # --- cancel ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["cancel", "close"])
+def test_kind_l_o36_an_answer_can_be_ended_from_inside_its_own_step(engine, how):
+    prompt = [1] + [5 + i % 200 for i in range(400)]
+    engine.decoder.target.forward, forward = None, engine.decoder.target.forward
+
+    def ending(*args, **kwargs):
+        getattr(answer, how)()
+        with pytest.raises(BusyError, match="inside"):
+            next(answer)
+        return forward(*args, **kwargs)
+
+    answer = engine.generate(prompt, max_tokens=5)
+    engine.decoder.target.forward = ending
+    assert len(list(answer)) <= 1
+    assert answer.result.finish_reason == "cancelled"
+    engine.decoder.target.forward = forward
+    assert engine.generate(prompt, max_tokens=5, wait=False).result.completion_tokens == 5
+
+
+def test_kind_l_o36_a_cancel_that_comes_as_a_step_ends_is_not_lost(engine):
+    """Nobody reads on, and nobody drops the answer: the engine is free all the same."""
+    answer = engine.generate(PROMPT, max_tokens=30)
+    lock = answer._run._stepping
+
+    class Late:
+        acquire, release, __enter__ = lock.acquire, lock.release, lock.__enter__
+
+        def __exit__(self, *error):
+            answer._run._stepping = lock
+            answer.cancel()  # finds the step still running
+            lock.release()
+
+    answer._run._stepping = Late()
+    next(answer)
+    assert engine.generate(PROMPT, max_tokens=5, wait=False).result.completion_tokens == 5
+    assert answer.result.finish_reason == "cancelled"
+
+
+def test_kind_l_o36_ctrl_c_at_any_moment_leaves_the_engine_usable_and_the_text_right(packs):
+    with Engine.load(*packs, device="cpu", slots=6, cutoff=3) as engine:
+        text = engine.generate(PROMPT, max_tokens=6).result.token_ids
+        longer = [*PROMPT, *text, 7]  # goes on from every row the interrupted answer left
+        expected = engine.generate(longer, max_tokens=3).result.token_ids
+
+        def interrupted(moment):
+            engine.generate([1, 9], max_tokens=1).result
+            answer = engine.generate(PROMPT, max_tokens=6)
+            with Interrupt(moment) as interrupt:
+                list(answer)
+            answer.close()
+            begun = answer.result.token_ids
+            assert begun == text[: len(begun)], interrupt.where
+            got = engine.generate(longer, max_tokens=3, wait=False).result.token_ids
+            assert got == expected, interrupt.where
+            return interrupt
+
+        moments = interrupted(0).seen
+        for moment in range(1, moments + 1, moments // 20):
+            interrupted(moment)
+
+
+def test_kind_l_o36_a_cancelled_draft_is_copied_for_no_longer(packs):
+    with Engine.load(*packs, device="cpu", slots=9, cutoff=3) as engine:
+        store, stop, copied = engine.decoder.store, threading.Event(), []
+        prefetch, draft = store.prefetch, engine.decoder.draft
+        forward, calls = draft.forward, []
+
+        def slow(layer, expert):
+            time.sleep(0.05)
+            copied.append(expert)
+            prefetch(layer, expert)
+
+        def cancelling(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == 3:
+                stop.set()
+            return forward(*args, **kwargs)
+
+        store.prefetch, draft.forward = slow, cancelling
+        assert engine.generate(PROMPT, cancel=stop).result.finish_reason == "cancelled"
+        before = len(copied)
+        time.sleep(0.3)
+        assert len(copied) <= before + 1
 
 
 @pytest.mark.parametrize("how", ["event", "method", "close"])
@@ -301,10 +421,21 @@ def test_load_reports_and_can_be_cancelled(packs):
     assert seen[-1].stage == "load"
     assert seen[-1].unit == "bytes"
     assert [p.done for p in seen[-2:]] == sorted(p.done for p in seen[-2:])
-    stop, threads = threading.Event(), threading.active_count()
-    with pytest.raises(Cancelled):
-        Engine.load(*packs, device="cpu", cancel=stop, on_progress=lambda p: stop.set())
+    threads = threading.active_count()
+    for last in range(1, len(seen) + 1):
+        stop, calls = threading.Event(), []
+
+        def progress(p, last=last, stop=stop, calls=calls):
+            calls.append(p)
+            if len(calls) == last:
+                stop.set()
+
+        with pytest.raises(Cancelled):
+            Engine.load(*packs, device="cpu", cancel=stop, on_progress=progress)
+        assert len(calls) == last
     assert threading.active_count() == threads
+    folder = os.fspath(packs[0])
+    assert not any(file.path.startswith(folder) for file in psutil.Process().open_files())
 
 
 # --- close -----------------------------------------------------------------------------------------
@@ -327,6 +458,70 @@ def test_close_ends_a_running_answer_and_is_idempotent(packs):
             use()
 
 
+def test_kind_l_o36_close_from_inside_a_step_is_refused_and_works_afterwards(packs):
+    engine = Engine.load(*packs, device="cpu", slots=6)
+    forward = engine.decoder.target.forward
+
+    def closing(*args, **kwargs):
+        engine.close()
+        return forward(*args, **kwargs)
+
+    engine.decoder.target.forward = closing
+    answer = engine.generate(PROMPT, max_tokens=5)
+    with pytest.raises(BusyError, match="this very thread"):
+        list(answer)
+    with pytest.raises(BusyError, match="closed"):
+        engine.generate(PROMPT)
+    engine.close()
+    assert not hasattr(engine, "decoder")
+
+
+def test_kind_l_o36_closed_from_many_threads_while_others_wait(packs):
+    engine = Engine.load(*packs, device="cpu", slots=6, cutoff=3)
+    begun = slow_down(engine, 0.05)
+    ends = []
+
+    def ask():
+        try:
+            ends.append(engine.generate(PROMPT, max_tokens=300).result.finish_reason)
+        except BusyError as error:
+            ends.append(str(error))
+
+    readers = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in readers:
+        thread.start()
+    begun.wait()
+    closers = [threading.Thread(target=engine.close) for _ in range(3)]
+    for thread in closers:
+        thread.start()
+    for thread in readers + closers:
+        thread.join(5)
+        assert not thread.is_alive()
+    assert sorted(ends) == ["cancelled"] + ["the engine is closed"] * 2
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_kind_l_o36_close_frees_the_memory_itself_not_the_garbage_collector(packs, failing):
+    engine = Engine.load(*packs, device="cpu", slots=6, cutoff=3)
+    gc.collect()
+    gc.disable()
+    try:
+        decoder = engine.decoder
+        if failing:
+            decoder.store.prefetch = lambda layer, expert: 1 / 0
+        with contextlib.suppress(ZeroDivisionError):
+            engine.generate(PROMPT, max_tokens=12).result
+        held = [
+            weakref.ref(thing)
+            for thing in (decoder.store, decoder.target, decoder.draft, decoder.session.target_kv)
+        ]
+        del decoder
+        engine.close()
+        assert [ref() for ref in held] == [None] * 4
+    finally:
+        gc.enable()
+
+
 def test_close_after_an_answer_nobody_finished(packs):
     engine = Engine.load(*packs, device="cpu", slots=6)
     answer = engine.generate(PROMPT, max_tokens=30)
@@ -346,7 +541,6 @@ def test_kind_l_o36_twenty_rounds_leave_nothing_behind(tmp_path):
         with Engine.load(target, draft, device="cpu", slots=16) as engine:
             engine.generate(PROMPT, max_tokens=6).result
             assert threading.active_count() > threads
-        gc.collect()
         sizes.append(process.memory_info().rss)
         assert threading.active_count() == threads
         assert not any(str(tmp_path) in file.path for file in process.open_files())
@@ -409,6 +603,9 @@ def test_kind_l_o37_import_touches_no_device_and_survives_a_fork():
         ({"device": "tpu"}, UsageError, "--device tpu"),
         ({"device": "cpu", "policy": "mru"}, UsageError, "--policy mru"),
         ({"device": "cpu", "draft_tokens": 99}, UsageError, "--draft-tokens 99"),
+        ({"device": "cpu", "cutoff": -1}, UsageError, "--cutoff -1"),
+        ({"device": "cpu", "critical_experts": 0}, UsageError, "critical_experts 0"),
+        ({"device": "cpu", "critical_experts": 9}, UsageError, "critical_experts 9"),
         ({"device": "cpu", "ctx_size": 100000}, UsageError, "--ctx-size 100000"),
         ({"device": "cpu", "vram": "much"}, UsageError, "--vram much"),
         ({"device": "cpu", "vram": 1000}, CapacityError, "raise --vram"),
@@ -444,13 +641,43 @@ def test_kind_d_o15_a_draft_of_another_vocabulary_is_refused(packs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "prompt, error", [([], UsageError), ([1, 5000], UsageError), ([1] * 600, CapacityError)]
+    "prompt, error",
+    [
+        ([], UsageError),
+        ([1, 5000], UsageError),
+        ([1, -1], UsageError),
+        ([1, 2.5], UsageError),
+        (["a"], UsageError),
+        ("\ud800", UsageError),
+        ([1] * 600, CapacityError),
+    ],
 )
 def test_prompts_that_cannot_be_answered(engine, prompt, error):
     with pytest.raises(error) as info:
         engine.generate(prompt)
     assert "\n" not in str(info.value)
     assert engine.generate(PROMPT, max_tokens=2).result.completion_tokens == 2
+
+
+def test_prompts_of_any_whole_numbers(engine):
+    expected = engine.generate(PROMPT, max_tokens=4).result.token_ids
+    for prompt in (tuple(PROMPT), np.array(PROMPT, dtype=np.uint16), torch.tensor(PROMPT)):
+        assert engine.generate(prompt, max_tokens=4).result.token_ids == expected
+    for bad in (0, 2.5):
+        with pytest.raises(UsageError, match="--max-tokens"):
+            engine.generate(PROMPT, max_tokens=bad)
+
+
+def test_a_model_of_one_expert_runs(tmp_path):
+    hf = tiny.tiny_mixtral(tmp_path / "hf", layers=1, experts=1, top_k=1)
+    draft = tiny.tiny_pack(tmp_path / "d", kind="mistral", layers=1)
+    pack = convert(hf, out=tmp_path / "p.spmoe").path
+    with (
+        Engine.load(pack, device="cpu") as engine,
+        Engine.load(pack, draft, device="cpu", slots=2) as other,
+    ):
+        expected = engine.generate(PROMPT, max_tokens=5).result.token_ids
+        assert other.generate(PROMPT, max_tokens=5).result.token_ids == expected
 
 
 def test_a_model_without_a_template_is_refused_by_chat_only(tmp_path):

@@ -11,6 +11,7 @@ from spmoe_lite.errors import Cancelled
 from spmoe_lite.slots import SlotTable
 from spmoe_lite.stats import Counters
 from spmoe_lite.store import ExpertStore
+from tests.interrupt import Interrupt
 
 STRIDE = 64
 
@@ -234,3 +235,37 @@ def test_a_useless_prefetch_is_counted_when_it_leaves():
     run_pass(store, slab, [[[0, 1]], [[0, 1]], [[0, 1]]])
     assert store.counters.prefetch_wasted == 1
     assert store.counters.bytes_moved == 7 * STRIDE
+
+
+@pytest.mark.parametrize("num_slots", [2, 6])
+def test_kind_l_o36_ctrl_c_at_any_moment_of_a_pass_loses_no_slot_and_no_byte(num_slots):
+    """Also while the worker is copying: its slot is the one that stays in hand."""
+    ids = [[[0, 1], [5, 2]], [[4, 3]], [[0, 1]]]
+    files = ("spmoe_lite/store.py", "spmoe_lite/slots.py")
+
+    def interrupted(moment):
+        store, pack, slab = make(num_slots)
+        run_pass(store, slab, [[[6, 7]], [[6, 7]], [[6, 7]]])
+        store.end_pass(1)
+        with store._lock:
+            store._in_pass = True
+            store._copying = (2, 5)  # as if the worker had just begun
+            store.table.place((2, 5))
+        with Interrupt(moment, files) as interrupt:
+            run_pass(store, slab, ids[:2])
+        slab.unread.clear()
+        if interrupt.struck:
+            store.begin_pass(1)
+            assert store.table.is_filling((2, 5)), interrupt.where
+        store._fill((2, 5), store.table.slot((2, 5)))
+        store._copying = None
+        run_pass(store, slab, ids)  # every byte is what was asked for
+        table = store.table
+        free = [slot for share in table._free for slot in share]
+        assert sorted([*table._slot_of.values(), *free]) == list(range(num_slots)), interrupt.where
+        return interrupt
+
+    moments = interrupted(0).seen
+    assert moments > 100
+    for moment in range(1, moments + 1, 3):
+        assert interrupted(moment).struck

@@ -1,0 +1,103 @@
+"""The memory plan: sizes as people write them, and refusals whose advice works."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmoe_lite.config import ModelConfig, Rope
+from spmoe_lite.errors import CapacityError, UsageError
+from spmoe_lite.plan import ModelSize, make_plan, parse_size
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [
+        ("20GiB", 20 * 2**30),
+        ("8g", 8 * 10**9),
+        ("0.29GB", 290_000_000),
+        (" 1.5 MB", 1_500_000),
+        ("0.5", 500),
+        (0.5, 500),
+        ("1", 1000),
+        (1, 1),
+        ("4096", 4096),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_size(text, 1000) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "1T", "-1GB", "0", 0, -5, "9" * 400, float("nan"), "i"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(UsageError, match="--vram"):
+        parse_size(text, 1000)
+
+
+def model(layers, experts, width, longest=8192):
+    config = ModelConfig(
+        family="mixtral" if experts else "mistral",
+        vocab_size=1000,
+        hidden_size=64 * width,
+        intermediate_size=128 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=longest,
+        rope=Rope(1e4),
+        num_local_experts=experts,
+        num_experts_per_tok=min(2, experts),
+    )
+    return ModelSize(config, layers * width * 10**5, "fp16", 65536 * width if experts else 0)
+
+
+@given(
+    target=st.builds(model, st.integers(1, 4), st.sampled_from([0, 1, 8]), st.integers(1, 40)),
+    draft=st.none()
+    | st.builds(
+        model, st.integers(1, 3), st.sampled_from([0, 2]), st.integers(1, 9), st.integers(2, 9000)
+    ),
+    budget=st.integers(1, 10**8),
+    slots=st.none() | st.integers(2, 40),
+    context=st.integers(2, 8192),
+    more=st.integers(0, 10**8),
+)
+@settings(max_examples=300, deadline=None)
+def test_kind_i_o26_every_single_advice_of_a_refusal_works(
+    target, draft, budget, slots, context, more
+):
+    def plan(**changes):
+        asked = {"budget": budget, "slots": slots, "context": context, "draft": draft} | changes
+        got = make_plan(
+            target,
+            asked.pop("draft"),
+            device="cpu",
+            available=budget + more,
+            rows=max(5, min(512, asked["context"])),
+            read_rate=1e9,
+            memory_rate=1e10,
+            **asked,
+        )
+        assert got.total_bytes <= got.budget
+        assert got.slots <= got.expert_count
+        return got
+
+    try:
+        plan()
+    except CapacityError as error:
+        text = str(error)
+        assert "\n" not in text
+        if found := re.search(r"--vram to (\S+GB)", text):
+            plan(budget=parse_size(found[1], budget + more))
+        if found := re.search(r"--slots to (\d+)", text):
+            plan(slots=int(found[1]))
+            with pytest.raises(CapacityError):
+                plan(slots=int(found[1]) + 1)
+        if found := re.search(r"--ctx-size to (\d+)", text):
+            plan(context=int(found[1]))
+        if "leave out --draft" in text:
+            plan(draft=None)
+        assert ("raise --vram" in text) != ("free " in text) or "lower" in text or "leave" in text
