@@ -16,12 +16,12 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from spmoe_lite.cutoff import Drift, cutoff_layer, expected_copies
+from spmoe_lite.device import current
 from spmoe_lite.model import Transformer
 from spmoe_lite.prefetch import Prefetcher
 from spmoe_lite.progress import OnProgress, Progress, check
@@ -80,7 +80,7 @@ class Decoder:
         self, cancel: threading.Event | None = None, on_progress: OnProgress | None = None
     ) -> None:
         """Feed the prompt to the target in chunks, but for its last one, which `step` takes."""
-        with self._on_device():
+        with current(self.target.device):
             self._prefill(cancel, on_progress)
 
     def _prefill(self, cancel: threading.Event | None, on_progress: OnProgress | None) -> None:
@@ -100,7 +100,7 @@ class Decoder:
         pending = session.pending(session.target_kv)
         count = min(self.draft_tokens, room - 1) if len(pending) == 1 else 0
         try:
-            with self._on_device():
+            with current(self.target.device):
                 proposal = self._propose(count, sampler, cancel)
                 check(cancel)
                 logits = self._target_pass(pending + proposal, len(proposal) + 1, cancel)
@@ -120,12 +120,6 @@ class Decoder:
         self.counters.accepted += min(count, step.verdict.num_accepted)
         self.counters.steps += 1
         self.counters.tokens += count
-
-    def _on_device(self) -> AbstractContextManager[object]:
-        """The current device is a thread's own: the caller's thread may have another one."""
-        if self.target.device.type == "cuda":
-            return torch.cuda.device(self.target.device)
-        return nullcontext()
 
     def _propose(self, count: int, sampler: Sampler, cancel: threading.Event | None) -> list[int]:
         """Up to `count` draft tokens; fewer at the end of the draft's context."""

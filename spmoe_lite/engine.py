@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from spmoe_lite import library
@@ -34,6 +33,14 @@ from spmoe_lite.chat_template import ChatTemplate
 from spmoe_lite.config import SamplingParams
 from spmoe_lite.cutoff import Drift, Profile, load_profile
 from spmoe_lite.decoder import PREFILL_CHUNK, Decoder
+from spmoe_lite.device import (
+    available_bytes,
+    check_precision,
+    choose_device,
+    current,
+    memory_rate,
+    synchronize,
+)
 from spmoe_lite.errors import (
     BusyError,
     CapacityError,
@@ -49,12 +56,12 @@ from spmoe_lite.pack import Pack
 from spmoe_lite.plan import ModelSize, Plan, make_plan, parse_size
 from spmoe_lite.predictor import ExpertPredictor
 from spmoe_lite.prefetch import Prefetcher
-from spmoe_lite.progress import OnProgress, check
+from spmoe_lite.progress import OnProgress, Progress, check
 from spmoe_lite.session import Session
 from spmoe_lite.slab import make_slab
 from spmoe_lite.slots import POLICIES, SlotTable
 from spmoe_lite.stats import Counters
-from spmoe_lite.store import ExpertStore
+from spmoe_lite.store import PREFILL_ROWS, ExpertStore
 from spmoe_lite.tokenizer import Tokenizer
 
 log = logging.getLogger("spmoe_lite")
@@ -129,12 +136,16 @@ class Engine:
             raise UsageError(f"--draft-tokens {draft_tokens}: 0 to {MAX_DRAFT_TOKENS}")
         if cutoff is not None and cutoff < 0:
             raise UsageError(f"--cutoff {cutoff}: 0 for no prefetching, or the number of layers")
-        place = _device(device)
+        place = choose_device(device)
         target_pack = Pack.open(library.find(target, home))
         engine = None
         try:
             draft_pack = None if draft is None else Pack.open(library.find(draft, home))
             engine = cls(target_pack, draft_pack, place)
+            for pack in engine._packs:
+                layout = pack.expert_layout
+                dtypes = {pack.dense_dtype} | ({layout.dtype} if layout is not None else set())
+                check_precision(place, pack.name, dtypes)
             engine._read_texts(template)
             engine._make_plan(vram, slots, ctx_size, draft_tokens)
             if on_plan is not None:
@@ -293,6 +304,7 @@ class Engine:
             if self._prefetcher is not None:
                 self._prefetcher.close()
                 self._prefetcher = None
+            synchronize(self.device)  # a copy under way must not land in memory that others get
             self.__dict__.pop("decoder", None)
             for pack in self._packs:
                 pack.close()
@@ -343,7 +355,7 @@ class Engine:
         if ctx_size is not None and not 2 <= ctx_size <= longest:
             raise UsageError(f"--ctx-size {ctx_size}: {target.name} takes 2 to {longest}")
         self.ctx_size = ctx_size or min(longest, DEFAULT_CONTEXT)
-        available = _available_bytes(self.device)
+        available = available_bytes(self.device)
         if vram == "auto":
             share = 0.9 if self.device.type == "cuda" or slots is not None else 0.5
             budget = int(available * share)
@@ -368,7 +380,7 @@ class Engine:
             context=self.ctx_size,
             rows=max(min(PREFILL_CHUNK, self.ctx_size), draft_tokens + 1),
             read_rate=_read_rate(target),
-            memory_rate=_memory_rate(self.device),
+            memory_rate=memory_rate(self.device),
         )
 
     def _load_models(
@@ -409,6 +421,10 @@ class Engine:
                     f"no prefetching: {draft_packs[0].name} has other layers or another width than "
                     f"{target_pack.name}, so its states say nothing to the target's routers"
                 )
+        if self.device.type == "cuda":
+            if on_progress is not None:
+                on_progress(Progress("warm up", 0, None, "kernels"))
+            self._warm_up([(target, target_kv), (draft, draft_kv)], draft_tokens, cancel)
         self.profile_path = self._profile_path(home)
         self.decoder = Decoder(
             target,
@@ -463,6 +479,36 @@ class Engine:
         return (library.home() if home is None else home) / "profiles" / f"{safe}.json"
 
     @torch.inference_mode()
+    def _warm_up(
+        self,
+        models: Sequence[tuple[Transformer | None, KVCache | None]],
+        draft_tokens: int,
+        cancel: threading.Event | None,
+    ) -> None:
+        """Compile every kernel that decoding needs, so that no answer waits for a compiler."""
+        for model, kv in models:
+            for rows in (1, draft_tokens + 1, PREFILL_ROWS + 1):
+                if model is None or kv is None or rows > kv.capacity:
+                    continue
+                check(cancel)
+                try:
+                    with current(self.device):
+                        model.forward([0] * rows, kv)
+                    synchronize(self.device)
+                except (SpmoeError, OSError):
+                    raise
+                except torch.OutOfMemoryError as error:
+                    raise CapacityError(
+                        f"{self.device} has no room left for a pass: lower --vram or --ctx-size"
+                    ) from error
+                except Exception as error:
+                    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+                    raise UnsupportedError(
+                        f"the kernels do not run on {self.device} ({reason}): use --device cpu"
+                    ) from error
+                kv.truncate(0)
+
+    @torch.inference_mode()
     def _first_profile(self, target: Transformer, draft: Transformer | None) -> Profile:
         """A start for the cutoff until real steps correct it: one timed draft pass, and the read rate."""
         copy_ms = self.plan.slot_bytes / self.plan.read_rate * 1e3
@@ -497,28 +543,6 @@ def _default_sampling(folder: Path) -> SamplingParams:
         raise DamagedError(f"{path}: {error}; convert again, or delete the file") from error
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise UsageError(f"--device {name}: auto, cpu, cuda or cuda:N")
-    if kind == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UsageError(f"--device {name}: torch {torch.__version__} sees no CUDA GPU")
-    place = torch.device("cuda", int(index) if index else torch.cuda.current_device())
-    if place.index >= torch.cuda.device_count():
-        raise UsageError(f"--device {name}: there are {torch.cuda.device_count()} GPUs")
-    return place
-
-
-def _available_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
-
-
 def _read_rate(pack: Pack) -> float:
     """Bytes per second from the pack to host memory, over a few experts."""
     if pack.expert_layout is None:
@@ -530,15 +554,3 @@ def _read_rate(pack: Pack) -> float:
     for expert in range(count):
         pack.read_expert(pack.config.num_hidden_layers - 1, expert, out)
     return count * len(out) / max(time.perf_counter() - started, 1e-9)
-
-
-def _memory_rate(device: torch.device) -> float:
-    """Bytes per second the device reads in a single-row product, over 32 MiB."""
-    matrix = torch.ones((2048, 4096), device=device)
-    row = torch.ones((1, 4096), device=device)
-    best = float("inf")
-    for _ in range(3):
-        started = time.perf_counter()
-        (row @ matrix.T)[0, 0].item()
-        best = min(best, time.perf_counter() - started)
-    return matrix.nbytes / max(best, 1e-9)
