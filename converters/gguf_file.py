@@ -226,6 +226,13 @@ def split_parts(path: Path) -> list[Path]:
 
 def read_header(path: Path) -> Header:
     """Metadata and tensor records of one file, everything held against its size."""
+    try:
+        return _read_header(path)
+    except DamagedError as error:
+        raise DamagedError(f"{error}; download it again") from None
+
+
+def _read_header(path: Path) -> Header:
     with naming(path, "read"), path.open("rb", buffering=1 << 20) as handle:
         size = path.stat().st_size
         cursor = _Cursor(handle, size, path.name)
@@ -299,7 +306,7 @@ def _place_tensors(
         if end > size:
             raise DamagedError(
                 f"{path.name}: tensor {name} ends at byte {end}, the file has {size}; it "
-                f"is truncated or altered, download it again"
+                f"is truncated or altered"
             )
         tensors[name] = GgufTensor(name, path, kind, shape, start + offset, bytes_)
     end, last = 0, ""

@@ -589,7 +589,10 @@ def verify(pack: str) -> None:
 @click.option("--force", is_flag=True, help="Replace the pack though it has these options already.")
 @debug_option
 def repack(name: str, **given: Any) -> None:
-    """Upgrade a pack to this version's format, or change its precision, without a download."""
+    """Bring a pack to the newest format or another precision.
+
+    Nothing is downloaded: the pack itself is read.
+    """
     from spmoe_lite.converters import repack as library_repack
 
     _show_log()
@@ -604,7 +607,7 @@ def repack(name: str, **given: Any) -> None:
 def profile(
     pack: str | None, model: str | None, draft: str | None, as_json: bool, **given: Any
 ) -> None:
-    """Measure this machine with PACK and its draft: copy, draft and layer times.
+    """Time copies, drafting and layers on this machine.
 
     The result is kept and sets how deep drafting prefetches.
     """
@@ -737,17 +740,21 @@ def _load(target: Path, draft: Path | None, given: dict[str, Any]) -> Engine:
         engine = Engine.load(target, draft, **asked, cancel=cancel, on_progress=progress)
     for notice in engine.notices:
         note(notice)
-    _say_unused(target, draft, given, engine.plan.expert_count > 0)
+    _say_unused(engine, target, draft, given)
     return engine
 
 
-def _say_unused(target: Path, draft: Path | None, given: dict[str, Any], moe: bool) -> None:
+def _say_unused(engine: Engine, target: Path, draft: Path | None, given: dict[str, Any]) -> None:
     """One remark for each reason why flags that were typed change nothing."""
+    moe, temperature = engine.plan.expert_count > 0, given.get("temp")
+    if temperature is None:
+        temperature = engine.default_sampling.temperature
     reasons = [
         (draft is None, "there is no --draft", ["draft_tokens"]),
         (draft is None or not moe, "nothing is prefetched", ["cutoff", "no_prefetch"]),
         (given["no_prefetch"], "--no-prefetch is given", ["cutoff"]),
         (not moe, f"{_name(target)} has no experts", ["slots", "policy"]),
+        (temperature == 0, "the temperature is 0", ["top_k", "top_p", "min_p"]),
     ]
     ctx, said = click.get_current_context(), set()
     for holds, why, flags in reasons:

@@ -435,7 +435,7 @@ def disk_error(error: OSError, path: Path | str, verb: str) -> SpmoeError:
     if error.errno in _DISK_FULL:
         return CapacityError(
             f"disk full: cannot {verb} {path} ({text}); free some space and run the same command "
-            f"again, it goes on where it stopped"
+            f"again; a conversion goes on where it stopped"
         )
     if error.errno == errno.EFBIG:
         return CapacityError(

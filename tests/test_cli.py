@@ -367,6 +367,8 @@ def test_flags_that_change_nothing_are_said(engine, typed, monkeypatch, capsys):
         "no effect, as nothing is prefetched: --cutoff, --no-prefetch",
         "no effect, as mix has no experts: --slots, --policy",
     ]
+    assert spmoe("run", "mix", "-p", "hi", "--temp", "0", "--top-k", "5") == 0
+    assert "no effect, as the temperature is 0: --top-k" in seen(capsys)[1]
     monkeypatch.setenv("SPMOE_SLOTS", "4")  # set once for every model
     assert spmoe("run", "mix", "-p", "hi") == 0
     assert not any("no effect" in line for line in seen(capsys)[1])

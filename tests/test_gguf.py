@@ -113,6 +113,13 @@ def test_quantised_weights_are_packed_as_bf16_unless_a_precision_is_named(tmp_pa
     assert not caplog.text
 
 
+@pytest.mark.parametrize("data", [b"", b"GGUF", b"GGUF\3\0\0\0" + b"\xff" * 16, b"<html>"])
+def test_kind_j_a_damaged_header_says_what_to_do(tmp_path, data):
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(DamagedError, match="; download it again$"):
+        GgufCheckpoint(tmp_path / "m.gguf")
+
+
 def q4_k_block(block: bytes) -> list[float]:
     """256 weights of one Q4_K block: d, dmin fp16; 8 scales and 8 minima of 6 bits; 4-bit
     values."""
