@@ -75,6 +75,7 @@ class Engine:
 
     def __init__(self, target: Pack, draft: Pack | None, device: torch.device):
         """Use `Engine.load`."""
+        self._prefetcher: Prefetcher | None = None
         self.device = device
         self.counters = Counters()
         self.plan: Plan
@@ -89,7 +90,6 @@ class Engine:
         self.profile_path: Path | None = None
         self.target_pack = target
         self._packs = [pack for pack in (target, draft) if pack is not None]
-        self._prefetcher: Prefetcher | None = None
         self._lock = threading.RLock()  # a dropped Generation may let go inside any of its blocks
         self._free = threading.Condition(self._lock)
         self._holder: Run | None = None
@@ -310,6 +310,10 @@ class Engine:
                 pack.close()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+
+    def __del__(self) -> None:
+        if self._prefetcher is not None:  # dropped unclosed: the worker alone would keep the models
+            self._prefetcher.stop()
 
     def __enter__(self) -> Engine:
         return self

@@ -92,10 +92,15 @@ class Prefetcher:
             counters.would_miss += len(absent)
             counters.would_miss_predicted += len(named & set(absent))
 
+    def stop(self) -> None:
+        """Have the worker end after the copy at hand, without waiting for it."""
+        self._step = math.inf
+        if threading.current_thread() is not self._thread:  # where the queue may be locked
+            self._queue.put((-math.inf, 0, 0, None))
+
     def close(self) -> None:
         """Stop the worker and wait for it. Idempotent."""
-        self._step = math.inf
-        self._queue.put((-math.inf, 0, 0, None))
+        self.stop()
         self._thread.join()
         self._error = None  # its traceback leads back here
 

@@ -31,7 +31,7 @@ def profile(engine: Engine) -> Profile:
     decoder = engine.decoder
     if decoder.store is None or decoder.draft is None:
         raise UsageError("profile needs a Mixture-of-Experts target and --draft")
-    rows = decoder.draft_tokens + 1
+    rows = min(decoder.draft_tokens + 1, engine.ctx_size - 1)
     with torch.inference_mode():
         copy = _median_ms(_copier(engine))
         draft = _median_ms(_passer(engine, draft=True, rows=1))
@@ -86,7 +86,7 @@ def _passer(engine: Engine, *, draft: bool, rows: int) -> Callable[[], float]:
     def once() -> float:
         stalled = engine.counters.stall_seconds
         kv.truncate(len(context))
-        model.forward(context[:rows], kv).sum().item()
+        model.forward([i % tokens for i in range(rows)], kv).sum().item()
         return (engine.counters.stall_seconds - stalled) * 1e3
 
     return once

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 
 import numpy as np
@@ -522,6 +523,22 @@ def test_kind_l_o36_close_frees_the_memory_itself_not_the_garbage_collector(pack
         gc.enable()
 
 
+def test_kind_l_o36_a_dropped_engine_takes_its_worker_and_its_memory_along(packs):
+    threads = threading.active_count()
+    engine = Engine.load(*packs, device="cpu", slots=6, cutoff=3)
+    engine.generate(PROMPT, max_tokens=3).result
+    store = weakref.ref(engine.decoder.store)
+    assert threading.active_count() == threads + 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # its files
+        del engine
+    for _ in range(100):
+        if store() is None and threading.active_count() == threads:
+            return
+        time.sleep(0.02)
+    raise AssertionError("still there")
+
+
 def test_close_after_an_answer_nobody_finished(packs):
     engine = Engine.load(*packs, device="cpu", slots=6)
     answer = engine.generate(PROMPT, max_tokens=30)
@@ -733,6 +750,8 @@ def test_profile_is_measured_kept_and_used(packs):
     with Engine.load(*packs, device="cpu", slots=6) as engine:
         assert engine.decoder.drift.profile == measured
         assert engine.generate([0, 5, 6], max_tokens=8).result.token_ids == first
+    with Engine.load(*packs, device="cpu", slots=6, ctx_size=2, draft_tokens=31) as engine:
+        profile(engine)  # of passes that fit
     with Engine.load(packs[0], device="cpu") as engine, pytest.raises(UsageError, match="draft"):
         profile(engine)
 
