@@ -27,6 +27,7 @@ from spmoe_lite.terminal import (
     interruptible,
     is_interactive,
     is_terminal,
+    keys_unseen,
     note,
     printable,
     say,
@@ -257,7 +258,7 @@ class Repl:
         system = [{"role": "system", "content": self.system}] if self.system else []
         sampling = replace(self.sampling, seed=self.seed if self.seed is not None else new_seed())
         show = answer_filter()
-        with interruptible() as cancel:
+        with keys_unseen(), interruptible() as cancel:
             with ProgressDisplay() as progress:
                 answer = self.engine.chat(
                     system + self.messages,
@@ -346,7 +347,7 @@ class Repl:
             note(f"stop strings: {', '.join(map(repr, self.stop)) or 'none'}")
         elif name in SETTINGS or name == "max-tokens":
             self._set_number(name, value)
-            note(f"{name} {value}")
+            note(" ".join(next(row for row in self._settings() if row[0] == name)))
         else:
             known = ", ".join((*SETTINGS, "max-tokens", "stop", "system"))
             raise UsageError(f"nothing called {name!r} to set: {known}")

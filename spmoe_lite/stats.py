@@ -93,7 +93,8 @@ class RunStats:
         parts = [f"{self.completion_tokens} tokens"]
         if self.tokens_per_second is not None:
             parts.append(f"{self.tokens_per_second:.1f} tok/s")
-        parts.append(f"first token {self.time_to_first_token:.2f} s")
+        if self.completion_tokens:
+            parts.append(f"first token {self.time_to_first_token:.2f} s")
         if self.acceptance is not None:
             parts.append(f"acceptance {self.acceptance:.0%}")
         if self.hit_rate is not None:

@@ -226,6 +226,35 @@ def interruptible() -> Iterator[threading.Event]:
 
 
 @contextmanager
+def keys_unseen() -> Iterator[None]:
+    """Keys pressed meanwhile do not appear amid the answer; they are still read afterwards.
+
+    The `^C` a terminal shows would also put a wrapped line two columns off. Where the terminal cannot
+    draw, or has no such switch (Windows), nothing changes.
+    """
+    try:
+        import termios
+    except ImportError:
+        yield
+        return
+    if not (can_draw(sys.stdout) and is_terminal(sys.stdin)):
+        yield
+        return
+    try:
+        before = termios.tcgetattr(sys.stdin)
+        unseen = before.copy()
+        unseen[3] &= ~termios.ECHO
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, unseen)
+    except termios.error:
+        yield
+        return
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
+@contextmanager
 def on_interrupt(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Handle Ctrl-C by `handler` for a while; a thread other than the main one changes nothing."""
     if threading.current_thread() is not threading.main_thread():

@@ -151,8 +151,10 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(screen, term):
     child.wait_for(">>>")
     child.type("slow\r")
     child.wait_for("3 4 5")
+    child.type("early")
     child.type("\x03")
-    child.wait_for("stopped; the conversation goes on")
+    stopped = child.wait_for("stopped; the conversation goes on")
+    assert term == "dumb" or not re.search(r"\^C|early", stopped)
     child.wait_for(">>>")
     seen = child.answer("seen")
     assert "user: slow; assistant: 0 1 2 3 4 5" in seen and "user: seen" in seen
@@ -212,6 +214,7 @@ def test_a_question_stopped_before_the_first_word_can_be_asked_again(screen):
         time.sleep(0.3)  # nothing on the screen says that the engine has begun
         child.type("\x03")
         child.wait_for("stopped; the conversation goes on")
+        assert "0 tokens" in (line := child.wait_for("GB moved")) and "first token" not in line
         child.wait_for(">>>")
     assert "user: seen\r\n" in child.answer("seen")  # the unanswered question is not there
 
@@ -416,6 +419,17 @@ def test_set_limits_and_stop_strings(repl, capsys):
     repl.handle("/set stop -")
     repl.handle("/set max-tokens 0")
     assert (repl.stop, repl.max_tokens) == ((), None)
+
+
+def test_set_says_what_is_now_in_force(repl, capsys):
+    for typed in ("seed 7", "seed -1", "max-tokens 0", "temperature .50"):
+        repl.handle(f"/set {typed}")
+    assert capsys.readouterr().err.split("\n")[:4] == [
+        "seed 7",
+        "seed random",
+        "max-tokens none",
+        "temp 0.5",
+    ]
 
 
 @pytest.mark.parametrize(
