@@ -21,9 +21,12 @@ def answer(engine: Engine, question: str) -> Result:
     return generation.result
 
 
+if len(sys.argv) != 4:
+    sys.exit(__doc__)
+target, draft, question = sys.argv[1:]
 try:
-    target, draft, question = sys.argv[1:]
     with Engine.load(target, draft=draft, cancel=stop, on_progress=show) as engine:
+        print()
         result = answer(engine, question)
     print(f"\n{result.finish_reason}: {result.stats.line()}")
 except SpmoeError as error:
