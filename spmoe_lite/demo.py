@@ -185,7 +185,7 @@ def _obtain(
     if target.is_file() and _sha256(target, cancel) == GGUF_SHA256:
         return target
     if given is not None:
-        source = Path(given).expanduser()
+        source = Path(os.path.expanduser(given))
         if not source.is_file():
             raise NotFoundError(f"{source}: no such file")
         if zipfile.is_zipfile(source):

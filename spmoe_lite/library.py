@@ -265,7 +265,7 @@ def _used(folder: Path) -> dict[str, float]:
     except (OSError, SpmoeError):
         return {}
     pairs = values.items() if isinstance(values, dict) else ()
-    return {path: float(when) for path, when in pairs if isinstance(when, (int, float))}
+    return {path: float(when) for path, when in pairs if isinstance(when, float)}
 
 
 def last_used(home: str | Path | None = None) -> list[Path]:

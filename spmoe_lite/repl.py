@@ -507,9 +507,9 @@ def _command(text: str) -> tuple[str, str] | None:
 
 
 def _path(argument: str, command: str) -> Path:
-    if not argument:
+    if not argument or "\0" in argument:
         raise UsageError(f"{command} takes a file name: {command} talk.json")
-    return Path(argument.strip("\"'")).expanduser()
+    return Path(os.path.expanduser(argument.strip("\"'")))
 
 
 def _unescape(value: str) -> str:

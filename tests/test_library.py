@@ -245,7 +245,10 @@ def test_the_pack_used_last_comes_first(home: Path, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"a": "b"}', '{"x": NaN}', "{" * 9000, '{"/": 1e308}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"a": "b"}', '{"x": NaN}', "{" * 9000, '{"/": 1e308}', f'{{"/": 1{"0" * 400}}}'],
+)
 def test_a_broken_record_of_use_is_no_record(home: Path, text: str) -> None:
     (home / "used.json").write_text(text)
     assert {path.name for path in library.last_used(home)} == {"big.spmoe", "small.spmoe"}

@@ -499,6 +499,10 @@ def test_a_missing_file_to_load_is_not_found(repl, tmp_path):
         repl.handle(f"/load {tmp_path / 'no.json'}")
     with pytest.raises(SpmoeError, match="cannot read"):
         repl.handle(f"/load {tmp_path}")
+    with pytest.raises(NotFoundError):
+        repl.handle("/load ~no-such-user/talk.json")
+    with pytest.raises(UsageError, match="takes a file name"):
+        repl.handle("/save a\0b")
 
 
 @pytest.mark.parametrize(
