@@ -615,6 +615,8 @@ def profile(
 
     _show_log()
     target, draft_path = _choose(pack, model, draft, offer=False)
+    if draft_path is None:
+        raise UsageError("profile measures a pair: name its draft with --draft PACK")
     with _load(target, draft_path, given) as engine:
         measured = library_profile(engine)
     if as_json:

@@ -442,6 +442,11 @@ def disk_error(error: OSError, path: Path | str, verb: str) -> SpmoeError:
             f"cannot {verb} {path} ({text}): no file of this size is allowed there; "
             f"choose another place"
         )
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return CapacityError(
+            f"cannot {verb} {path} ({text}): raise the limit (ulimit -n); a pack needs a file for "
+            f"each layer"
+        )
     if isinstance(error, PermissionError) or error.errno == errno.EROFS:
         return SpmoeError(
             f"cannot {verb} {path} ({text}); check permissions or choose another place"

@@ -842,6 +842,7 @@ def test_profile_measures_and_keeps_what_it_measured(tiny, typed, capsys):
     assert spmoe("profile", "tiny", "--draft", "draft", "--slots", "8") == 0
     assert re.search(r"^expert copy ms +\d", seen(capsys)[0], re.MULTILINE)
     assert spmoe("profile", "tiny") == 2
+    assert len(seen(capsys)[1]) == 1  # before anything is loaded
 
 
 def test_repack_and_rm(tiny, capsys, tmp_path, monkeypatch):

@@ -681,7 +681,7 @@ def test_two_writers_of_one_pack_are_not_let_in(tmp_path: Path) -> None:
     assert Pack.open(tmp_path / "a.spmoe").close() is None
 
 
-@pytest.mark.parametrize("error", ["ENOSPC", "EDQUOT", "EFBIG", "EACCES", "EROFS", "EIO"])
+@pytest.mark.parametrize("error", ["ENOSPC", "EDQUOT", "EFBIG", "EMFILE", "EACCES", "EROFS", "EIO"])
 @pytest.mark.parametrize("at", ["open", "write", "fsync"])
 def test_kind_j_a_disk_error_is_one_line_and_leaves_nothing_half_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, at: str
@@ -694,7 +694,8 @@ def test_kind_j_a_disk_error_is_one_line_and_leaves_nothing_half_written(
     failing.clear()
     text = str(caught.value)
     assert "a.spmoe.partial" in text and "layer-000" in text and "\n" not in text
-    full = error in ("ENOSPC", "EDQUOT", "EFBIG")
+    full = error in ("ENOSPC", "EDQUOT", "EFBIG", "EMFILE")
+    assert ("ulimit -n" in text) == (error == "EMFILE")
     assert isinstance(caught.value, CapacityError) == full
     assert os.listdir(tmp_path) == []
 
