@@ -99,6 +99,17 @@ def test_kind_i_o23_prefill_spares_what_decoding_gathered(packs):
             assert set(hot) <= table.residents()
 
 
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_kind_i_o23_any_number_of_experts_a_token_in_two_and_three_slots(tmp_path, k):
+    hf = tiny.tiny_mixtral(tmp_path / "t", experts=4, top_k=k, scale_head=4.0)
+    pack = convert(hf, out=tmp_path / "t.spmoe").path
+    draft = tiny.tiny_pack(tmp_path / "d", kind="mistral", layers=2)
+    expected = write(pack, max_tokens=12).token_ids
+    for slots, policy, draft_tokens in ((2, "layer-lru", 31), (3, "global-lru", 1)):
+        how = {"slots": slots, "policy": policy, "draft_tokens": draft_tokens, "cutoff": 2}
+        assert write(pack, draft=draft, max_tokens=12, **how).token_ids == expected
+
+
 @pytest.mark.parametrize("slots", [1, 0, -3])
 def test_kind_i_o23_fewer_slots_than_the_minimum_are_refused(packs, slots):
     with pytest.raises(CapacityError, match=r"at least 2"):

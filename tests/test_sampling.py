@@ -136,6 +136,16 @@ def test_filters_keep_what_their_definitions_say(seed, top_k, top_p, min_p):
     assert float(got.sum()) == pytest.approx(1)
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-39, 1e-300])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}])
+def test_a_temperature_near_zero_is_greedy_and_never_overflows(temperature, filters):
+    params = SamplingParams(temperature=temperature, **filters)
+    for row in logits(3, rows=20, spread=20.0):
+        best = int(row.argmax())
+        assert sampler(temperature=temperature, **filters).pick_row(row, [1]) == best
+        assert float(probabilities(row, params)[best]) == 1.0
+
+
 def test_kind_g_o20_penalties_by_their_definitions():
     row = torch.linspace(-1, 1, V)
     context = [11, 11, 10, 3]  # the prompt is the first token
