@@ -89,6 +89,8 @@ def find(name_or_path: str | Path, home: str | Path | None = None) -> Path:
             )
     if os.path.exists(given):
         raise NotFoundError(f"{given} is not a pack; type: spmoe-lite convert {given}")
+    if not _is_name(name):
+        raise NotFoundError(f"no pack at {_shown(str(given))}")
     raise NotFoundError(_how_to_get(name, folder))
 
 
@@ -97,8 +99,6 @@ def _how_to_get(name: str, folder: Path) -> str:
 
     if name.lower() in SHORT_NAMES:
         return f"{name} is known but not converted; type: spmoe-lite convert {name.lower()}"
-    if not _is_name(name):
-        return f"no pack at {_shown(name)}"
     there = [info.name for info in packs(folder) if info.complete]
     listed = f"; there are {', '.join(there[:8])}" if there else ""
     return f"no pack named {name:.200} in {folder}{listed}"

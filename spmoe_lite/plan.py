@@ -80,6 +80,10 @@ def parse_size(text: str | int | float, whole: int) -> int:
         size = number * _UNITS[unit]
         if not unit and number <= 1:
             size = number * whole
+        elif not unit and number < 1000:
+            raise UsageError(
+                f"--vram {text} is {number:g} bytes: add the unit, as in {number:g}GiB"
+            )
     else:
         size = text * whole if isinstance(text, float) and text <= 1 else text
     if not 0 < size < math.inf:

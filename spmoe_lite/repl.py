@@ -193,10 +193,10 @@ class Repl:
                     self.handle(text)
             except KeyboardInterrupt:
                 self._interrupts += 1
-                if self._interrupts > 1:
-                    return INTERRUPTED
                 if isinstance(self._reader, PlainReader):
                     click.echo(err=True)  # the terminal has shown ^C
+                if self._interrupts > 1:
+                    return INTERRUPTED
                 note("Ctrl-C again leaves, /help lists the commands")
             except SpmoeError as error:
                 if not is_terminal(sys.stdin):

@@ -79,6 +79,7 @@ def test_a_pack_is_found_by_path_then_by_name(
         ("begun", "not finished; run the same convert again"),
         ("nothing", "no pack named nothing in .*there are big, small"),
         ("a/b", "no pack at a/b"),
+        ("a/b.spmoe", "no pack at a/b.spmoe$"),  # a/b may be one
         ("..", "not a pack"),
         ("", "not a pack"),
         ("../home/big", "no pack at"),

@@ -35,6 +35,11 @@ def test_what_is_no_size_is_refused(text):
         parse_size(text, 1000)
 
 
+def test_a_forgotten_unit_is_asked_for():
+    with pytest.raises(UsageError, match="20 is 20 bytes: add the unit, as in 20GiB"):
+        parse_size("20", 24 * 2**30)
+
+
 def model(layers, experts, width, longest=8192):
     config = ModelConfig(
         family="mixtral" if experts else "mistral",

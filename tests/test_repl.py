@@ -164,6 +164,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(screen, term):
     child.type("\x03")
     assert child.exit_code() == 130
     assert "Traceback" not in child.raw
+    assert ESCAPES.sub("", child.raw).endswith("\n")  # the shell's prompt gets a line of its own
 
 
 def test_the_second_ctrl_c_after_a_stopped_answer_leaves(screen):
