@@ -42,7 +42,7 @@ from spmoe_lite.converters.gguf_file import (
 from spmoe_lite.converters.gguf_tokenizer import tokenizer_files
 from spmoe_lite.converters.source import SourceTensor
 from spmoe_lite.errors import DamagedError, NotFoundError, UnsupportedError
-from spmoe_lite.manifest import naming
+from spmoe_lite.manifest import naming, printable
 
 MAX_EXPERTS = 4096
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -123,7 +123,7 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self.label = self.path.name
+        self.label = printable(self.path.name)
         if not self.path.is_file():
             raise NotFoundError(f"{self.path}: no such file")
         headers = [read_header(part) for part in split_parts(self.path)]
@@ -169,7 +169,7 @@ class GgufCheckpoint:
         return {
             "id": self.label,
             "revision": None,
-            "files": {header.path.name: header.size for header in self._headers},
+            "files": {printable(header.path.name): header.size for header in self._headers},
             "fingerprint": digest.hexdigest(),
         }
 

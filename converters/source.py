@@ -41,7 +41,7 @@ from typing import Any, BinaryIO, NoReturn, Protocol
 import torch
 
 from spmoe_lite.errors import DamagedError, NotFoundError, UnsupportedError
-from spmoe_lite.manifest import TEXT_FILES, disk_error, is_whole, load_json
+from spmoe_lite.manifest import TEXT_FILES, disk_error, is_whole, load_json, printable
 from spmoe_lite.pack import TORCH_DTYPES
 
 log = logging.getLogger("spmoe_lite")
@@ -247,7 +247,7 @@ class Checkpoint(TensorFiles):
         except OSError as error:
             raise disk_error(error, path, "read") from error
         sizes = dict(sorted(sizes.items()))
-        return cls(path.resolve().name, sizes, lambda name: confined(path, name))
+        return cls(printable(path.resolve().name), sizes, lambda name: confined(path, name))
 
     def load_headers(self, files: Iterable[str]) -> None:
         """Read the headers of `files`, which are here now; each must hold what the index says."""

@@ -894,7 +894,7 @@ def _contents(found: dict[str, Any]) -> list[list[str]]:
     rows = [
         ["pack", found["path"]],
         ["made", f"{found['created']}, format {found['format']}"],
-        ["from", f"{source['id']}{revision}"],
+        ["from", f"{source.get('id', 'unknown')}{revision}"],
         [
             "model",
             f"{found['family']}, {found['layers']} layers, hidden {model['hidden_size']}, "

@@ -195,9 +195,7 @@ def check_manifest(raw: Any, path: Path) -> Manifest:
     num_tokens: Any = raw.get("num_tokens")
     if not is_whole(num_tokens) or not 1 <= num_tokens <= config.vocab_size:
         _damaged(path, f"has num_tokens {num_tokens!r:.40}, not 1 to {config.vocab_size}")
-    for key in ("source", "options"):
-        if not isinstance(raw.get(key), dict):
-            _damaged(path, f"has no object {key!r}")
+    _check_told(raw, path)
     if version == FORMAT:
         _check_audit(raw.get("audit"), config, path)
     return Manifest(
@@ -219,6 +217,28 @@ def _upgrade(raw: dict[str, Any]) -> dict[str, Any]:
     model = raw.get("model")
     vocab = model.get("vocab_size") if isinstance(model, dict) else None
     return raw | {"format": FORMAT, "audit": None, "num_tokens": vocab}
+
+
+def _check_told(raw: dict[str, Any], path: Path) -> None:
+    """What is shown to a person is one printable line, and what `repack` adds to is a list."""
+    for key in ("source", "options"):
+        if not isinstance(raw.get(key), dict):
+            _damaged(path, f"has no object {key!r}")
+    source = raw["source"]
+    for name, value in (
+        ("source id", source.get("id", "")),
+        ("source revision", source.get("revision") or ""),
+        ("date", raw.get("created") or ""),
+    ):
+        if not isinstance(value, str) or not value.isprintable() or len(value) > 1000:
+            _damaged(path, f"has a {name} that is no line of text: {value!r:.40}")
+    if not isinstance(raw["options"].get("repacked_from", []), list):
+        _damaged(path, "has an option repacked_from that is no list")
+
+
+def printable(name: str) -> str:
+    """A file name as a manifest may hold it and a terminal show it: escapes in place of the odd."""
+    return name if name.isprintable() else ascii(name)[1:-1]
 
 
 def _check_audit(audit: Any, config: ModelConfig, path: Path) -> None:

@@ -834,3 +834,14 @@ def test_kind_c_a_refused_config_names_its_model(tmix: Path, tmp_path: Path) -> 
     config = json.loads((tmix / "config.json").read_text(encoding="utf-8"))
     tiny.write_json(tmix / "config.json", config | {"hidden_size": -64})
     refused(tmix, tmp_path, UnsupportedError, "tmix: config: hidden_size -64")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names that others do not take")
+@pytest.mark.parametrize("odd", ["a\nb\x1b[31m", os.fsdecode(b"latin\xe9")])
+def test_a_source_of_an_odd_name_is_told_in_one_line(odd: str, tmp_path: Path) -> None:
+    source = tiny.tiny_mistral(tmp_path / "plain").rename(tmp_path / odd)
+    out = tmp_path / "o.spmoe"
+    assert not convert(source, out=out).already_there
+    assert convert(source, out=out).already_there
+    with Pack.open(out) as pack:
+        assert pack.manifest["source"]["id"] == ascii(odd)[1:-1]
