@@ -99,7 +99,7 @@ def _fail(message: str, code: int, state: dict[str, bool]) -> int:
     hint = re.sub(
         rf"\b{NAME} (?={'|'.join(cli.commands)})", f"{PROGRAM} ", " ".join(message.split())
     )
-    click.echo(f"{NAME}: {hint}", err=True)
+    click.echo(f"{NAME}: {terminal.printable(hint)}", err=True)
     return code
 
 
@@ -636,7 +636,7 @@ def _show_log() -> None:
 
     class Remarks(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            note(record.getMessage())
+            note(terminal.printable(record.getMessage()))
 
     debug = click.get_current_context().ensure_object(dict)["debug"]
     logger = logging.getLogger("spmoe_lite")
@@ -873,7 +873,7 @@ def _convert(
 
 def _confirm(plan: ConvertPlan, yes: bool, *, always: bool = False) -> bool:
     """Print the sizes; ask where that is due, which without a terminal means --yes."""
-    click.echo(str(plan), err=True)
+    click.echo(terminal.printable(str(plan)), err=True)
     if yes or not (always or plan.needs_confirmation):
         return True
     if not terminal.is_terminal(sys.stdin):

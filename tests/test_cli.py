@@ -209,6 +209,7 @@ class Panic(BaseException):
         ),
         (OSError(28, "No space left on device"), 4, "disk full: cannot write the output"),
         (MemoryError(), 4, "out of memory"),
+        (errors.DamagedError("a\x1b[31m\x07b"), 6, "a[31mb"),  # no control codes from a file name
     ],
 )
 def test_an_unforeseen_error_is_one_line_too(monkeypatch, capsys, error, code, line):
