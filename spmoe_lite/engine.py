@@ -257,8 +257,8 @@ class Engine:
         with self._lock:
             if self._closed:
                 raise BusyError("the engine is closed")
-            if self._holder is None:
-                self._caller = threading.get_ident(), task
+            if self._holder in (None, run):
+                self._caller = threading.get_ident(), task  # who read last: pools change threads
                 self._holder = run
             return self._holder is run
 
@@ -278,9 +278,16 @@ class Engine:
                 self._free.wait(seconds)
 
     def held_by_caller(self, task: object | None) -> bool:
-        """Whether the answer that has the engine can only go on when the caller does."""
+        """Whether the answer that has the engine goes on only when the caller does, by all we see:
+
+        the caller is inside one of its steps, or read it last and nobody reads it now.
+        """
         with self._lock:
-            if self._caller is None:
+            if self._holder is None or self._caller is None:
+                return False
+            if self._holder.in_step():
+                return True
+            if self._holder.is_read():
                 return False
             thread, other = self._caller
             return thread == threading.get_ident() and (task is None or other is task)
@@ -323,9 +330,9 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Totals since loading: counters, profile, slots, notices."""
-        if self._closed:
+        decoder: Decoder | None = self.__dict__.get("decoder")
+        if decoder is None:
             raise BusyError("the engine is closed")
-        decoder = self.decoder
         return {
             "counters": self.counters.copy(),
             "profile": decoder.drift.profile.to_dict(),

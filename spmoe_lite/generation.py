@@ -24,6 +24,8 @@ from spmoe_lite.stops import StopMatcher
 if TYPE_CHECKING:
     from spmoe_lite.engine import Engine
 
+STUCK_SECONDS = 0.3  # a thread of a pool may wait for an answer it read last: others read on
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -73,8 +75,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> str:
-        while not self._run.try_acquire(asyncio.current_task()):
-            await asyncio.sleep(0.005)
+        await self._run.acquire_async()
         try:
             piece = await asyncio.to_thread(self._run.advance)
         except BaseException:
@@ -141,14 +142,22 @@ class Run:
         self._on_progress = on_progress
         self._stepping = threading.Lock()  # one step at a time, from whatever thread
         self._stepper = 0  # that thread
+        self._stuck_since = 0.0  # how long it has looked as if we wait for ourselves
         self._steps = self._run()
 
     # --- holding the engine --------------------------------------------------------------------
 
     def acquire(self) -> None:
         """Wait for the engine."""
+        self._stuck_since = time.monotonic()
         while not self.try_acquire():
             self._engine.wait_free(0.05)
+
+    async def acquire_async(self) -> None:
+        """The same for an asyncio task, which lets the others go on meanwhile."""
+        self._stuck_since = time.monotonic()
+        while not self.try_acquire(asyncio.current_task()):
+            await asyncio.sleep(0.005)
 
     def try_acquire(self, task: object | None = None) -> bool:
         """Get the engine, for an asyncio task or for this thread; True also if none is needed.
@@ -159,7 +168,10 @@ class Run:
             return True
         if not self._wait:
             raise BusyError("the engine is answering someone else; wait, or call with wait=True")
-        if self._engine.held_by_caller(task):
+        now = time.monotonic()
+        if not self._engine.held_by_caller(task):
+            self._stuck_since = now
+        elif now - self._stuck_since > STUCK_SECONDS:
             who = "thread" if task is None else "task"
             raise BusyError(f"this {who} is reading another answer: finish or close that first")
         return False
@@ -179,6 +191,10 @@ class Run:
                 self._stepper = 0
         self._end_if_cancelled()
         return piece
+
+    def is_read(self) -> bool:
+        """Whether somebody is inside a step."""
+        return self._stepper != 0
 
     def in_step(self) -> bool:
         """Whether the caller is inside a step of this answer, where it cannot wait for the step."""

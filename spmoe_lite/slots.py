@@ -129,11 +129,5 @@ class SlotTable:
         """Whether some slot that `layer` could use is still being filled."""
         return any(self.shared or key[0] == layer for key in self._filling)
 
-    def evictable(self, layer: int, protected: Collection[ExpertKey] = ()) -> int:
-        """How many slots `layer` could still be given: free ones and victims."""
-        pool = self._pool(layer)
-        able = [k for k in self._resident[pool] if k not in self._held and k not in protected]
-        return len(self._free[pool]) + len(able)
-
     def _pool(self, layer: int) -> int:
         return 0 if self.shared else layer

@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import psutil
@@ -173,6 +174,17 @@ def test_the_thread_that_holds_the_engine_is_not_left_waiting_for_itself(engine)
     assert engine.generate(PROMPT, max_tokens=5).result.completion_tokens == 5
 
 
+def test_kind_l_o37_a_thread_of_a_pool_waits_for_an_answer_it_read_before(engine):
+    """As in a web server: every piece of an answer may be read in another thread of the pool."""
+    slow_down(engine, 0.01)
+    first, pieces = engine.generate(PROMPT, max_tokens=12), []
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two:
+        pieces.append(one.submit(next, first).result())
+        second = one.submit(lambda: engine.generate(PROMPT, max_tokens=12).result.text)
+        pieces += two.submit(list, first).result()
+        assert second.result() == "".join(pieces)
+
+
 def test_a_loop_left_early_frees_the_engine(engine):
     for _ in engine.generate(PROMPT, max_tokens=30):
         break
@@ -254,6 +266,8 @@ def test_kind_l_o36_an_answer_can_be_ended_from_inside_its_own_step(engine, how)
         getattr(answer, how)()
         with pytest.raises(BusyError, match="inside"):
             next(answer)
+        with pytest.raises(BusyError, match="this thread"):
+            next(engine.generate(PROMPT))
         return forward(*args, **kwargs)
 
     answer = engine.generate(prompt, max_tokens=5)
