@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
 
@@ -17,6 +18,8 @@ import torch
 from spmoe_lite.errors import UnsupportedError, UsageError
 
 log = logging.getLogger("spmoe_lite")
+
+_said_unpinned = threading.Event()  # once in a process
 
 
 def choose_device(name: str) -> torch.device:
@@ -69,6 +72,26 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
+
+
+def host_buffer(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Page-locked host memory for copies; ordinary memory where the system refuses, said once.
+
+    WSL, Windows and containers cap page-locked memory far below RAM. Copies from ordinary memory are
+    slower and hold up the thread that orders them; what they carry is the same.
+    """
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError as error:
+        buffer = torch.empty(shape, dtype=dtype)
+        if not _said_unpinned.is_set():
+            _said_unpinned.set()
+            log.warning(
+                "no page-locked memory (%d bytes refused: %s): copies are slower, nothing else changes",
+                buffer.nbytes,
+                str(error).strip().partition("\n")[0],
+            )
+        return buffer
 
 
 def memory_rate(device: torch.device) -> float:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from spmoe_lite.config import ModelConfig
+from spmoe_lite.device import host_buffer
 from spmoe_lite.kernels.gate import gate_topk
 from spmoe_lite.kernels.norm import rms_norm
 from spmoe_lite.model import Transformer
@@ -57,7 +58,7 @@ class ExpertPredictor:
         experts = gate_topk(x, block.router, self._k)[1]
         if not experts.is_cuda:
             return Prediction(layer, row, experts, None)
-        host = torch.empty(experts.shape, dtype=experts.dtype, pin_memory=True)
+        host = host_buffer(tuple(experts.shape), experts.dtype)
         host.copy_(experts, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()

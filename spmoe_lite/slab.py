@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
+from spmoe_lite.device import host_buffer
 from spmoe_lite.errors import CapacityError
 
 ReadExpert = Callable[[np.ndarray, int], None]  # fills a uint8 array from an offset in the expert
@@ -114,6 +115,6 @@ class _Buffer:
 
     def __init__(self, size: int):
         self.lock = threading.Lock()
-        self.tensor = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self.tensor = host_buffer((size,), torch.uint8)
         self.array = self.tensor.numpy()
         self.sent = torch.cuda.Event()

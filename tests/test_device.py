@@ -91,3 +91,46 @@ def test_kind_k_o30_kernels_that_do_not_run_are_one_line_at_load(tmp_path, failu
         with pytest.raises(error, match=words) as info:
             engine._warm_up([(target, kv)], 4, None)
         assert "\n" not in str(info.value)
+
+
+def test_kind_i_o25_page_locked_memory_may_be_refused(monkeypatch, caplog):
+    """Ordinary memory takes its place, and one line gives the system's reason."""
+    real = torch.empty
+
+    def refusing(*args, pin_memory=False, **kwargs):
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory\nCompile with ...")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", refusing)
+    device._said_unpinned.clear()
+    buffers = [device.host_buffer((8, 16), torch.uint8) for _ in range(3)]
+    assert all(b.shape == (8, 16) and b.dtype == torch.uint8 for b in buffers)
+    lines = [r.getMessage() for r in caplog.records]
+    assert len(lines) == 1
+    assert "128 bytes refused: CUDA error: out of memory)" in lines[0]
+
+
+def test_kind_i_o27_experts_come_by_large_reads_never_by_page_faults(tmp_path, monkeypatch):
+    """No file of a pack is mapped while the engine answers; every read is a whole expert."""
+    import mmap
+
+    from spmoe_lite import pack as pack_module
+
+    def refusing(*args, **kwargs):
+        raise OSError("mapping refused")
+
+    sizes, read_at = [], pack_module._read_at
+
+    def noting(file, start, view, lock):
+        sizes.append(len(view))
+        return read_at(file, start, view, lock)
+
+    path = tiny.tiny_pack(tmp_path)
+    monkeypatch.setattr(mmap, "mmap", refusing)
+    with Engine.load(path, device="cpu", slots=2) as engine:
+        monkeypatch.setattr(pack_module, "_read_at", noting)
+        assert engine.generate([1, 5, 6], max_tokens=6).result.completion_tokens == 6
+        stride = engine.plan.slot_bytes
+    assert sizes
+    assert set(sizes) == {stride}
