@@ -22,13 +22,13 @@ import torch
 
 from spmoe_lite.cutoff import Drift, cutoff_layer, expected_copies
 from spmoe_lite.device import current
-from spmoe_lite.model import Transformer
+from spmoe_lite.model import OnAttention, Transformer
 from spmoe_lite.prefetch import Prefetcher
 from spmoe_lite.progress import OnProgress, Progress, check
 from spmoe_lite.sampling import Sampler
 from spmoe_lite.session import Session
 from spmoe_lite.stats import Counters
-from spmoe_lite.store import ExpertStore
+from spmoe_lite.store import PREFILL_ROWS, ExpertStore
 from spmoe_lite.verifier import Verdict, verify
 
 log = logging.getLogger("spmoe_lite")
@@ -74,27 +74,30 @@ class Decoder:
         self._cutoff = cutoff
         self._critical_experts = critical_experts
         self._draft_full = False  # said once
+        self._read_from = 0  # tokens of the prompt that were in the cache
 
     @torch.inference_mode()
     def prefill(
         self, cancel: threading.Event | None = None, on_progress: OnProgress | None = None
     ) -> None:
         """Feed the prompt to the target in chunks, but for its last one, which `step` takes."""
+        kv, tokens = self.session.target_kv, self.session.tokens
+        self._read_from = kv.length
         with current(self.target.device):
-            self._prefill(cancel, on_progress)
-
-    def _prefill(self, cancel: threading.Event | None, on_progress: OnProgress | None) -> None:
-        kv = self.session.target_kv
-        start, total = kv.length, len(self.session.tokens)
-        while total - kv.length > PREFILL_CHUNK:
-            check(cancel)
-            self._target_pass(self.session.pending(kv)[:PREFILL_CHUNK], 1, cancel)
-            self._end_pass(PREFILL_CHUNK)
-            if on_progress is not None:
-                on_progress(Progress("prefill", kv.length - start, total - start, "tokens"))
+            while len(tokens) - kv.length > PREFILL_CHUNK:
+                check(cancel)
+                chunk = self.session.pending(kv)[:PREFILL_CHUNK]
+                self._target_pass(chunk, 1, cancel, on_progress)
+                self._end_pass(PREFILL_CHUNK)
 
     @torch.inference_mode()
-    def step(self, sampler: Sampler, room: int, cancel: threading.Event | None = None) -> Step:
+    def step(
+        self,
+        sampler: Sampler,
+        room: int,
+        cancel: threading.Event | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> Step:
         """Draft and verify once; at most `room` tokens will be kept. Changes no conversation."""
         session = self.session
         pending = session.pending(session.target_kv)
@@ -103,7 +106,8 @@ class Decoder:
             with current(self.target.device):
                 proposal = self._propose(count, sampler, cancel)
                 check(cancel)
-                logits = self._target_pass(pending + proposal, len(proposal) + 1, cancel)
+                rows = pending + proposal
+                logits = self._target_pass(rows, len(proposal) + 1, cancel, on_progress)
                 verdict = verify(proposal, logits, sampler, session.tokens)
         except BaseException:
             if self.prefetcher is not None:
@@ -148,21 +152,27 @@ class Decoder:
                 check(cancel)
             logits = self.draft.forward(tokens[kv.length :], kv, on_attention=observe)[0]
             tokens.append(sampler.pick_row(logits, tokens))
-        if (
-            known - self.session.prompt_length > 1
-        ):  # the first draft of an answer also reads the prompt
+        if known - self.session.prompt_length > 1:  # an answer's first draft also reads the prompt
             self.drift.observe(draft_token_ms=(time.perf_counter() - started) * 1e3 / count)
         return tokens[known:]
 
     def _target_pass(
-        self, tokens: Sequence[int], logits_rows: int, cancel: threading.Event | None
+        self,
+        tokens: Sequence[int],
+        logits_rows: int,
+        cancel: threading.Event | None,
+        on_progress: OnProgress | None,
     ) -> torch.Tensor:
         started, stalled = time.perf_counter(), self.counters.stall_seconds
         if self.store is not None:
             self.store.cancel = cancel
         try:
-            kv = self.session.target_kv
-            logits = self.target.forward(list(tokens), kv, logits_rows=logits_rows)
+            logits = self.target.forward(
+                list(tokens),
+                self.session.target_kv,
+                logits_rows=logits_rows,
+                on_attention=self._reading(len(tokens), on_progress),
+            )
         finally:
             if self.store is not None:
                 self.store.cancel = None
@@ -171,6 +181,20 @@ class Decoder:
             milliseconds = (time.perf_counter() - started - stalled) * 1e3
             self.drift.observe(target_layer_ms=milliseconds / len(self.target.blocks))
         return logits
+
+    def _reading(self, rows: int, on_progress: OnProgress | None) -> OnAttention | None:
+        """A report at every layer of a pass that reads the prompt: paging makes such a pass long."""
+        if on_progress is None or rows <= PREFILL_ROWS:
+            return None
+        before = self.session.target_kv.length - self._read_from
+        total = len(self.session.tokens) - self._read_from
+        layers = len(self.target.blocks)
+
+        def report(layer: int, state: torch.Tensor) -> None:
+            done = before + rows * (layer + 1) // layers
+            on_progress(Progress("prefill", done, total, "tokens"))
+
+        return report
 
     def _end_pass(self, accepted_rows: int) -> None:
         if self.prefetcher is not None:

@@ -40,14 +40,21 @@ class Result:
 
 
 class _Cancel(threading.Event):
-    """Set by `Generation.cancel`, or by the event the caller passed in."""
+    """Set by `Generation.cancel`, or by the event the caller passed in.
+
+    Without Event's lock, so that a signal handler may set it while its thread is doing the same.
+    """
 
     def __init__(self, outer: threading.Event | None):
         super().__init__()
+        self._here = False
         self._outer = outer
 
+    def set(self) -> None:
+        self._here = True
+
     def is_set(self) -> bool:
-        return super().is_set() or (self._outer is not None and self._outer.is_set())
+        return self._here or (self._outer is not None and self._outer.is_set())
 
 
 class Generation:
@@ -248,7 +255,7 @@ class Run:
         decoder.session.start(self._prompt)
         decoder.prefill(self.cancelled, self._on_progress)
         while (room := self._room(answer)) > 0:
-            step = decoder.step(sampler, room, self.cancelled)
+            step = decoder.step(sampler, room, self.cancelled, self._on_progress)
             count, piece = 0, ""
             for token in step.verdict.tokens[:room]:
                 count += 1

@@ -11,6 +11,7 @@ prefetching pauses for a while and then tries again. Text never depends on any o
 
 from __future__ import annotations
 
+import heapq
 import logging
 import math
 import queue
@@ -27,6 +28,8 @@ JUDGED_COPIES = 64  # prefetches looked at together
 LEAST_USEFUL = 0.25  # of them must have been used, or prefetching pauses
 PAUSE_STEPS = 64
 
+_Item = tuple[float, int, int, Prediction | None]  # step, layer, row; without prediction: the end
+
 
 class Prefetcher:
     """One worker thread between the draft's states and the target's slots."""
@@ -34,8 +37,7 @@ class Prefetcher:
     def __init__(self, store: ExpertStore, predictor: ExpertPredictor):
         self._store = store
         self._predictor = predictor
-        self._queue: queue.PriorityQueue[tuple[float, int, int, Prediction | None]]
-        self._queue = queue.PriorityQueue()
+        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()  # Ctrl-C leaves it unlocked
         self._step: float = 0  # infinite once closed
         self._row = -1
         self._cutoff = 0
@@ -91,12 +93,12 @@ class Prefetcher:
             counters.wanted += len(used)
             counters.would_miss += len(absent)
             counters.would_miss_predicted += len(named & set(absent))
+        self._predictions.clear()  # a plain step has none of its own
 
     def stop(self) -> None:
         """Have the worker end after the copy at hand, without waiting for it."""
         self._step = math.inf
-        if threading.current_thread() is not self._thread:  # where the queue may be locked
-            self._queue.put((-math.inf, 0, 0, None))
+        self._queue.put((-math.inf, 0, 0, None))
 
     def close(self) -> None:
         """Stop the worker and wait for it. Idempotent."""
@@ -105,12 +107,18 @@ class Prefetcher:
         self._error = None  # its traceback leads back here
 
     def _run(self) -> None:
-        while (item := self._queue.get())[3] is not None:
-            step, layer, _, prediction = item
+        waiting: list[_Item] = []
+        while True:
+            if not waiting:
+                waiting.append(self._queue.get())
+            while not self._queue.empty():
+                heapq.heappush(waiting, self._queue.get())
+            step, layer, _, prediction = heapq.heappop(waiting)
+            if prediction is None:
+                return
             if step != self._step or self._error is not None:
                 continue
             try:
-                assert prediction is not None
                 experts = prediction.wait()
                 self._store.expect(layer, experts)
                 for expert in experts:

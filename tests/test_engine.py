@@ -6,6 +6,8 @@ import gc
 import io
 import logging
 import os
+import random
+import signal
 import subprocess
 import sys
 import threading
@@ -320,6 +322,35 @@ def test_kind_l_o36_ctrl_c_at_any_moment_leaves_the_engine_usable_and_the_text_r
             interrupted(moment)
 
 
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer signal here")
+def test_kind_l_o36_real_signals_leave_no_lock_taken_and_the_text_right(packs):
+    """What the test before cannot reach: the standard library's own locks and queues."""
+
+    def strike(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, strike)
+    rng, struck = random.Random(5), 0
+    try:
+        with Engine.load(*packs, device="cpu", slots=2, cutoff=3) as engine:
+            text = engine.generate(PROMPT, max_tokens=6).result.token_ids
+            until = time.monotonic() + 2.0
+            while time.monotonic() < until:
+                answer = engine.generate(PROMPT, max_tokens=6)
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 0.02))
+                    list(answer)
+                except KeyboardInterrupt:
+                    struck += 1
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                answer.close()
+                assert engine.generate(PROMPT, max_tokens=6, wait=False).result.token_ids == text
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert struck
+
+
 def test_kind_l_o36_a_cancelled_draft_is_copied_for_no_longer(packs):
     with Engine.load(*packs, device="cpu", slots=9, cutoff=3) as engine:
         store, stop, copied = engine.decoder.store, threading.Event(), []
@@ -369,18 +400,20 @@ def test_kind_l_o36_cancel_from_another_thread_takes_effect_within_a_pass(engine
 def test_kind_l_o36_cancel_in_prefill_takes_effect_within_a_chunk(engine, monkeypatch):
     from spmoe_lite import decoder
 
-    monkeypatch.setattr(decoder, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(decoder, "PREFILL_CHUNK", 40)
     stop, seen = threading.Event(), []
 
     def progress(p):
         seen.append(p.done)
-        if len(seen) == 2:
+        assert (p.stage, p.total, p.unit) == ("prefill", 201, "tokens")
+        if p.done > 40:  # in the second chunk
             stop.set()
 
     prompt = [1] + [5 + i % 200 for i in range(200)]
     answer = engine.generate(prompt, max_tokens=5, cancel=stop, on_progress=progress)
     assert list(answer) == []
-    assert seen == [16, 32]
+    assert seen[:3] == [13, 26, 40]  # at each of the three layers
+    assert 40 < seen[-1] <= 80
     assert answer.result.finish_reason == "cancelled"
     assert answer.result.completion_tokens == 0
     whole = engine.generate(prompt, max_tokens=5).result  # goes on where it stopped
