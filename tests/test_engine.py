@@ -329,6 +329,13 @@ def test_kind_l_o36_real_signals_leave_no_lock_taken_and_the_text_right(packs):
     def strike(number, frame):
         raise KeyboardInterrupt
 
+    def read(answer, seconds):
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            list(answer)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
     before = signal.signal(signal.SIGALRM, strike)
     rng, struck = random.Random(5), 0
     try:
@@ -338,12 +345,9 @@ def test_kind_l_o36_real_signals_leave_no_lock_taken_and_the_text_right(packs):
             while time.monotonic() < until:
                 answer = engine.generate(PROMPT, max_tokens=6)
                 try:
-                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 0.02))
-                    list(answer)
+                    read(answer, rng.uniform(1e-5, 0.02))
                 except KeyboardInterrupt:
                     struck += 1
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
                 answer.close()
                 assert engine.generate(PROMPT, max_tokens=6, wait=False).result.token_ids == text
     finally:
