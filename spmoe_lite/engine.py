@@ -311,10 +311,12 @@ class Engine:
             if self._prefetcher is not None:
                 self._prefetcher.close()
                 self._prefetcher = None
-            synchronize(self.device)  # a copy under way must not land in memory that others get
-            self.__dict__.pop("decoder", None)
-            for pack in self._packs:
-                pack.close()
+            try:
+                synchronize(self.device)  # no copy may land in memory that others get
+            finally:  # a device that has failed says so here; the host's part is freed all the same
+                self.__dict__.pop("decoder", None)
+                for pack in self._packs:
+                    pack.close()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
