@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from spmoe_lite.engine import Engine
 
 NAME = "spmoe-lite"
+SPIN_COUNT = "2000"  # turns of waiting threads before they sleep
 STARTED_AS = {"spmoe_lite.py": "python3 spmoe_lite.py", "__main__.py": "python3 -m spmoe_lite"}
 PROGRAM = STARTED_AS.get(Path(sys.argv[0]).name, NAME)  # what to type, in hints
 FIRST_PAIR = ("mixtral-8x7b", "mistral-7b")  # what `chat` offers to convert where there is no pack
@@ -48,10 +49,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code; the one place where an error becomes a line.
 
-    Idle threads of torch sleep instead of spinning, unless the user says otherwise: beside any other busy
-    program a spinning team is many times slower (docs/log.md). The library leaves this to its host.
+    torch's threads wait by spinning. The command cuts that short, unless the user says otherwise: beside
+    another busy program long spinning is many times slower (docs/log.md). The library leaves this to its host.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
     sys.exit(run_command(list(sys.argv[1:] if args is None else args)))
 
 
