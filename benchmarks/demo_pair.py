@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--prompts", action="append", required=True, metavar="FILE:FIELD")
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--draft-tokens", type=int, default=4)
+    parser.add_argument("--draft-tokens", type=lambda n: n if n == "auto" else int(n), default=4)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--shares", default="0.25,0.5,0.75")
     parser.add_argument("--coupling", action="store_true")
@@ -49,7 +49,8 @@ def main() -> None:
     kinds = {Path(spec.rpartition(":")[0]).name: read(spec, args.limit) for spec in args.prompts}
     report = {"command": " ".join(sys.argv), "machine": machine(), "rows": []}
     texts: dict[str, list[tuple[int, ...]]] = {}
-    with Engine.load(args.target, args.draft, device=args.device, ctx_size=1024) as engine:
+    how = {"device": args.device, "ctx_size": 1024, "draft_tokens": args.draft_tokens}
+    with Engine.load(args.target, args.draft, **how) as engine:
         experts = engine.plan.expert_count
         for kind, prompts in kinds.items():
             report["rows"].append(measure(engine, args, kind, prompts, texts, "all", "off"))

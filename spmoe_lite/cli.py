@@ -182,6 +182,16 @@ json_option = click.option(
 yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask before a large download.")
 offline_option = click.option("--offline", is_flag=True, help="Use local files only, no network.")
 
+
+class DraftTokens(click.ParamType):
+    """A number of tokens, or `auto`."""
+
+    name = "N|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value == "auto" else click.IntRange(0).convert(value, param, ctx)
+
+
 model_options = options(
     click.argument("pack", required=False),
     click.option("--model", "-m", metavar="PACK", help="The same as PACK."),
@@ -193,9 +203,9 @@ engine_options = options(
     click.option(
         "--draft-tokens",
         "--num-draft-tokens",
-        type=click.IntRange(0),
-        metavar="N",
-        help="Tokens drafted per step; 4 if not given, 0 for none.",
+        type=DraftTokens(),
+        metavar="N|auto",
+        help="Tokens drafted per step; 4 if not given, 0 for none; auto: none while that is faster.",
     ),
     click.option(
         "--slots",

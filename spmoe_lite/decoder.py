@@ -22,6 +22,7 @@ import torch
 
 from spmoe_lite.cutoff import Drift, cutoff_layer, expected_copies
 from spmoe_lite.device import current
+from spmoe_lite.drafting import DraftLength
 from spmoe_lite.model import OnAttention, Transformer
 from spmoe_lite.prefetch import Prefetcher
 from spmoe_lite.progress import OnProgress, Progress, check
@@ -43,6 +44,8 @@ class Step:
     verdict: Verdict
     num_drafted: int
     num_pending: int  # rows of the pass before the first draft token
+    started: float  # perf_counter
+    typical: bool  # neither model read more than its newest tokens: its time may be compared
 
 
 class Decoder:
@@ -58,7 +61,7 @@ class Decoder:
         prefetcher: Prefetcher | None,
         counters: Counters,
         drift: Drift,
-        draft_tokens: int,
+        length: DraftLength,
         cutoff: int | None,
         critical_experts: int,
     ):
@@ -69,7 +72,7 @@ class Decoder:
         self.prefetcher = prefetcher
         self.counters = counters
         self.drift = drift
-        self.draft_tokens = draft_tokens
+        self.length = length
         self.last_cutoff = 0  # layers the last draft was allowed to prefetch for
         self._cutoff = cutoff
         self._critical_experts = critical_experts
@@ -101,7 +104,10 @@ class Decoder:
         """Draft and verify once; at most `room` tokens will be kept. Changes no conversation."""
         session = self.session
         pending = session.pending(session.target_kv)
-        count = min(self.draft_tokens, room - 1) if len(pending) == 1 else 0
+        count = min(self.length.next(), room - 1) if len(pending) == 1 else 0
+        started, typical = time.perf_counter(), len(pending) == 1 and room > self.length.most
+        if count and session.draft_kv is not None:
+            typical = typical and len(session.tokens) - session.draft_kv.length <= 2
         try:
             with current(self.target.device):
                 proposal = self._propose(count, sampler, cancel)
@@ -113,7 +119,7 @@ class Decoder:
             if self.prefetcher is not None:
                 self.prefetcher.end_step(0)  # what was predicted for it is copied no more
             raise
-        return Step(verdict, len(proposal), len(pending))
+        return Step(verdict, len(proposal), len(pending), started, typical)
 
     def commit(self, step: Step, count: int) -> None:
         """Keep the first `count` tokens of the verdict: the only place where anything changes."""
@@ -124,6 +130,8 @@ class Decoder:
         self.counters.accepted += min(count, step.verdict.num_accepted)
         self.counters.steps += 1
         self.counters.tokens += count
+        if self.draft is not None and step.typical and not cut_short:
+            self.length.observe(count, time.perf_counter() - step.started)
 
     def _propose(self, count: int, sampler: Sampler, cancel: threading.Event | None) -> list[int]:
         """Up to `count` draft tokens; fewer at the end of the draft's context."""
@@ -176,7 +184,7 @@ class Decoder:
         finally:
             if self.store is not None:
                 self.store.cancel = None
-        if len(tokens) <= self.draft_tokens + 1:
+        if len(tokens) <= self.length.most + 1:
             stalled = self.counters.stall_seconds - stalled
             milliseconds = (time.perf_counter() - started - stalled) * 1e3
             self.drift.observe(target_layer_ms=milliseconds / len(self.target.blocks))

@@ -41,6 +41,7 @@ from spmoe_lite.device import (
     memory_rate,
     synchronize,
 )
+from spmoe_lite.drafting import DraftLength
 from spmoe_lite.errors import (
     BusyError,
     CapacityError,
@@ -67,6 +68,7 @@ from spmoe_lite.tokenizer import Tokenizer
 log = logging.getLogger("spmoe_lite")
 
 DEFAULT_CONTEXT = 8192
+DEFAULT_DRAFT_TOKENS = 4
 MAX_DRAFT_TOKENS = 31  # a verify pass of at most 32 rows
 
 
@@ -107,7 +109,7 @@ class Engine:
         vram: str | int | float = "auto",
         slots: int | None = None,
         ctx_size: int | None = None,
-        draft_tokens: int = 4,
+        draft_tokens: int | str = DEFAULT_DRAFT_TOKENS,
         prefetch: bool = True,
         critical_experts: int | None = None,
         cutoff: int | None = None,
@@ -122,7 +124,8 @@ class Engine:
 
         device: "auto", "cpu", "cuda", "cuda:N". vram: bytes, "20GiB", a fraction, or "auto" (free VRAM
         less 10 %; without a GPU half of the available RAM). slots: experts held at once, overrides what
-        vram allows. ctx_size: tokens of prompt and answer together. draft_tokens: proposals per step.
+        vram allows. ctx_size: tokens of prompt and answer together. draft_tokens: proposals per step;
+        "auto" drafts as many as by default, and none while plain steps are measured to be faster.
         critical_experts: experts prefetched per draft token and layer (default: the router's k).
         cutoff: layers to prefetch for (default: from measured times). on_plan(plan) is called before
         anything is loaded.
@@ -132,8 +135,7 @@ class Engine:
         check(cancel)
         if policy not in POLICIES:
             raise UsageError(f"--policy {policy}: one of {', '.join(POLICIES)}")
-        if not 0 <= draft_tokens <= MAX_DRAFT_TOKENS:
-            raise UsageError(f"--draft-tokens {draft_tokens}: 0 to {MAX_DRAFT_TOKENS}")
+        length = _draft_length(draft_tokens)
         if cutoff is not None and cutoff < 0:
             raise UsageError(f"--cutoff {cutoff}: 0 for no prefetching, or the number of layers")
         place = choose_device(device)
@@ -147,11 +149,11 @@ class Engine:
                 dtypes = {pack.dense_dtype} | ({layout.dtype} if layout is not None else set())
                 check_precision(place, pack.name, dtypes)
             engine._read_texts(template)
-            engine._make_plan(vram, slots, ctx_size, draft_tokens)
+            engine._make_plan(vram, slots, ctx_size, length.most)
             if on_plan is not None:
                 on_plan(engine.plan)
             engine._load_models(
-                draft_tokens=draft_tokens,
+                length=length,
                 prefetch=prefetch,
                 critical_experts=critical_experts,
                 cutoff=cutoff,
@@ -342,6 +344,7 @@ class Engine:
             "experts": self.plan.expert_count,
             "policy": None if decoder.store is None else decoder.store.table.policy,
             "cutoff_layer": decoder.last_cutoff,
+            "drafting_paused": decoder.draft is not None and decoder.length.paused,
             "prefetch_paused": self._prefetcher is not None and self._prefetcher.paused,
             "notices": list(self.notices),
         }
@@ -399,7 +402,7 @@ class Engine:
     def _load_models(
         self,
         *,
-        draft_tokens: int,
+        length: DraftLength,
         prefetch: bool,
         critical_experts: int | None,
         cutoff: int | None,
@@ -420,12 +423,12 @@ class Engine:
         draft = draft_kv = None
         if draft_packs:
             config = draft_packs[0].config
-            length = min(self.ctx_size, config.max_position_embeddings)
+            window = min(self.ctx_size, config.max_position_embeddings)
             every = config.num_hidden_layers * config.num_local_experts
             draft, _ = self._load_model(
-                draft_packs[0], every, policy, length, Counters(), cancel, on_progress
+                draft_packs[0], every, policy, window, Counters(), cancel, on_progress
             )
-            draft_kv = self._kv_cache(draft, length)
+            draft_kv = self._kv_cache(draft, window)
         if draft is not None and store is not None and prefetch and not store.table.all_fit:
             if ExpertPredictor.fits(c, draft.config):
                 self._prefetcher = Prefetcher(store, ExpertPredictor(target, critical))
@@ -437,7 +440,7 @@ class Engine:
         if self.device.type == "cuda":
             if on_progress is not None:
                 on_progress(Progress("warm up", 0, None, "kernels"))
-            self._warm_up([(target, target_kv), (draft, draft_kv)], draft_tokens, cancel)
+            self._warm_up([(target, target_kv), (draft, draft_kv)], length.most, cancel)
         self.profile_path = self._profile_path(home)
         self.decoder = Decoder(
             target,
@@ -447,7 +450,7 @@ class Engine:
             prefetcher=self._prefetcher,
             counters=self.counters,
             drift=Drift(load_profile(self.profile_path) or self._first_profile(target, draft)),
-            draft_tokens=draft_tokens,
+            length=length,
             cutoff=cutoff,
             critical_experts=critical,
         )
@@ -542,6 +545,14 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
         return [operator.index(token) for token in prompt]
     except TypeError as error:
         raise UsageError(f"a prompt is a text or a sequence of token ids: {error}") from None
+
+
+def _draft_length(draft_tokens: int | str) -> DraftLength:
+    if draft_tokens == "auto":
+        return DraftLength(DEFAULT_DRAFT_TOKENS, adapt=True)
+    if not isinstance(draft_tokens, int) or not 0 <= draft_tokens <= MAX_DRAFT_TOKENS:
+        raise UsageError(f"--draft-tokens {draft_tokens}: 0 to {MAX_DRAFT_TOKENS}, or auto")
+    return DraftLength(draft_tokens, adapt=False)
 
 
 def _default_sampling(folder: Path) -> SamplingParams:

@@ -31,7 +31,7 @@ def profile(engine: Engine) -> Profile:
     decoder = engine.decoder
     if decoder.store is None or decoder.draft is None:
         raise UsageError("profile needs a Mixture-of-Experts target and --draft")
-    rows = min(decoder.draft_tokens + 1, engine.ctx_size - 1)
+    rows = min(decoder.length.most + 1, engine.ctx_size - 1)
     with torch.inference_mode():
         copy = _median_ms(_copier(engine))
         draft = _median_ms(_passer(engine, draft=True, rows=1))

@@ -373,3 +373,16 @@ def test_two_engines_live_side_by_side(packs, plain):
         for thread in threads:
             thread.join()
     assert results == [plain.token_ids] * 2
+
+
+def test_an_adapting_draft_length_changes_no_token(packs, plain, monkeypatch):
+    """Phases so short that it goes back and forth within one answer."""
+    from spmoe_lite import drafting
+
+    for name, steps in {"DRAFT": 2, "PLAIN": 1, "HOLD": 3, "PAUSE": 3}.items():
+        monkeypatch.setattr(drafting, f"{name}_STEPS", steps)
+    for draft in ("twin", "noisy", "other"):
+        got = write(packs["target"], draft=packs[draft], slots=9, draft_tokens="auto")
+        assert got.token_ids == plain.token_ids
+        assert got.stats.counters.steps > 8
+        assert got.stats.counters.drafted > 0
