@@ -438,9 +438,10 @@ class Engine:
                     f"{target_pack.name}, so its states say nothing to the target's routers"
                 )
         if self.device.type == "cuda":
-            if on_progress is not None:
-                on_progress(Progress("warm up", 0, None, "kernels"))
-            self._warm_up([(target, target_kv), (draft, draft_kv)], length.most, cancel)
+            models = [(target, target_kv)]
+            if draft is not None and draft_kv is not None:
+                models.append((draft, draft_kv))
+            self._warm_up(models, length.most, cancel, on_progress)
         self.profile_path = self._profile_path(home)
         self.decoder = Decoder(
             target,
@@ -497,32 +498,38 @@ class Engine:
     @torch.inference_mode()
     def _warm_up(
         self,
-        models: Sequence[tuple[Transformer | None, KVCache | None]],
+        models: Sequence[tuple[Transformer, KVCache]],
         draft_tokens: int,
         cancel: threading.Event | None,
+        on_progress: OnProgress | None,
     ) -> None:
         """Compile every kernel that decoding needs, so that no answer waits for a compiler."""
-        for model, kv in models:
-            for rows in (1, draft_tokens + 1, PREFILL_ROWS + 1):
-                if model is None or kv is None or rows > kv.capacity:
-                    continue
-                check(cancel)
-                try:
-                    with current(self.device):
-                        model.forward([0] * rows, kv)
-                    synchronize(self.device)
-                except (SpmoeError, OSError):
-                    raise
-                except torch.OutOfMemoryError as error:
-                    raise CapacityError(
-                        f"{self.device} has no room left for a pass: lower --vram or --ctx-size"
-                    ) from error
-                except Exception as error:
-                    reason = str(error).strip().partition("\n")[0] or type(error).__name__
-                    raise UnsupportedError(
-                        f"the kernels do not run on {self.device} ({reason}): use --device cpu"
-                    ) from error
-                kv.truncate(0)
+        passes = [
+            (model, kv, rows)
+            for model, kv in models
+            for rows in (1, draft_tokens + 1, PREFILL_ROWS + 1)
+            if rows <= kv.capacity
+        ]
+        for done, (model, kv, rows) in enumerate(passes):
+            check(cancel)
+            if on_progress is not None:
+                on_progress(Progress("warm up", done, len(passes), "passes"))
+            try:
+                with current(self.device):
+                    model.forward([0] * rows, kv)
+                synchronize(self.device)
+            except (SpmoeError, OSError):
+                raise
+            except torch.OutOfMemoryError as error:
+                raise CapacityError(
+                    f"{self.device} has no room left for a pass: lower --vram or --ctx-size"
+                ) from error
+            except Exception as error:
+                reason = str(error).strip().partition("\n")[0] or type(error).__name__
+                raise UnsupportedError(
+                    f"the kernels do not run on {self.device} ({reason}): use --device cpu"
+                ) from error
+            kv.truncate(0)
 
     @torch.inference_mode()
     def _first_profile(self, target: Transformer, draft: Transformer | None) -> Profile:

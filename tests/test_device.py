@@ -80,8 +80,10 @@ def test_kind_k_o30_kernels_that_do_not_run_are_one_line_at_load(tmp_path, failu
     with Engine.load(tiny.tiny_pack(tmp_path), device="cpu") as engine:
         target, kv = engine.decoder.target, engine.decoder.session.target_kv
         before = engine.generate([1, 5, 6], max_tokens=6).result.token_ids
-        engine._warm_up([(target, kv), (None, None)], 4, None)
+        seen = []
+        engine._warm_up([(target, kv)], 4, None, seen.append)
         assert kv.length == 0
+        assert [(p.done, p.total) for p in seen] == [(0, 3), (1, 3), (2, 3)]
         assert engine.generate([1, 5, 6], max_tokens=6).result.token_ids == before
 
         def failing(tokens, kv):
@@ -89,7 +91,7 @@ def test_kind_k_o30_kernels_that_do_not_run_are_one_line_at_load(tmp_path, failu
 
         target.forward = failing
         with pytest.raises(error, match=words) as info:
-            engine._warm_up([(target, kv)], 4, None)
+            engine._warm_up([(target, kv)], 4, None, None)
         assert "\n" not in str(info.value)
 
 
