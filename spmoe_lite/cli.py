@@ -26,7 +26,8 @@ from spmoe_lite.errors import (
     UnsupportedError,
     UsageError,
 )
-from spmoe_lite.terminal import note, size
+from spmoe_lite.progress import size
+from spmoe_lite.terminal import note
 
 if TYPE_CHECKING:
     from spmoe_lite.config import SamplingParams

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from spmoe_lite.config import DTYPE_BYTES, ModelConfig
 from spmoe_lite.errors import CapacityError, UsageError
+from spmoe_lite.progress import size
 
 MIN_SLOTS = 2
 _UNITS = {"": 1, "B": 1, "K": 1e3, "M": 1e6, "G": 1e9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -57,13 +58,13 @@ class Plan:
     def __str__(self) -> str:
         parts = []
         if self.expert_count:
-            size = gigabytes(self.slots * self.slot_bytes)
-            parts.append(f"{self.slots} of {self.expert_count} experts in slots ({size})")
-        parts.append(f"weights {gigabytes(self.target_bytes)}")
+            held = size(self.slots * self.slot_bytes)
+            parts.append(f"{self.slots} of {self.expert_count} experts in slots ({held})")
+        parts.append(f"weights {size(self.target_bytes)}")
         if self.draft_bytes:
-            parts.append(f"draft {gigabytes(self.draft_bytes)}")
-        parts.append(f"KV cache {gigabytes(self.kv_bytes)} for {self.context} tokens")
-        line = f"{', '.join(parts)}: {gigabytes(self.total_bytes)} on {self.device}"
+            parts.append(f"draft {size(self.draft_bytes)}")
+        parts.append(f"KV cache {size(self.kv_bytes)} for {self.context} tokens")
+        line = f"{', '.join(parts)}: {size(self.total_bytes)} on {self.device}"
         if self.token_seconds is not None:
             rate = f"experts read at {self.read_rate / 1e9:.1f} GB/s"
             line += f"; about {self.token_seconds * 1e3:.0f} ms per token before drafting ({rate})"
@@ -116,7 +117,7 @@ def make_plan(
         draft_bytes = draft.dense_bytes + draft.expert_count * draft.stride
         kv += draft_kv
         kv_row += _kv(draft, 1) if context <= longest else 0
-    work = max(_workspace(size, rows) for size in (target, draft) if size is not None)
+    work = max(_workspace(model, rows) for model in (target, draft) if model is not None)
     fixed = target.dense_bytes + draft_bytes + kv + work
     least = min(MIN_SLOTS, target.expert_count)
     if slots is not None and slots < least:
@@ -133,12 +134,10 @@ def make_plan(
             cures.append("leave out --draft")
         if (shorter := context - math.ceil(missing / kv_row)) >= 2:
             cures.append(f"lower --ctx-size to {shorter}")
-        free = (
-            f"free {gigabytes(needed - available)} on {device}, or use a smaller or narrower model"
-        )
+        free = f"free {size(needed - available)} on {device}, or use a smaller or narrower model"
         raise CapacityError(
-            f"{gigabytes(needed)} are needed for {wanted} expert slots, weights, draft and caches, "
-            f"{gigabytes(budget)} may be used: {' or '.join(cures) or free}"
+            f"{size(needed)} are needed for {wanted} expert slots, weights, draft and caches, "
+            f"{size(budget)} may be used: {' or '.join(cures) or free}"
         )
     chosen = wanted
     if slots is None and target.config.is_moe:
@@ -176,8 +175,3 @@ def _workspace(size: ModelSize, rows: int) -> int:
     c = size.config
     widest = max(1, c.num_experts_per_tok) * (c.intermediate_size * 3 + c.hidden_size * 2)
     return 4 * rows * (widest + 8 * c.hidden_size) + 4 * 16 * c.vocab_size
-
-
-def gigabytes(size: float) -> str:
-    """Bytes for people: GB with two decimals."""
-    return f"{size / 1e9:.2f} GB"

@@ -30,3 +30,13 @@ def check(cancel: threading.Event | None) -> None:
     """Raise `Cancelled` if the caller asked to stop."""
     if cancel is not None and cancel.is_set():
         raise Cancelled("cancelled")
+
+
+def size(count: float) -> str:
+    """Bytes for people: `93.4 GB` (powers of ten, as disks and buses are sold)."""
+    units = ["bytes", "kB", "MB", "GB", "TB"]
+    power = 0
+    while abs(count) >= 999.5 and power < len(units) - 1:
+        count /= 1000
+        power += 1
+    return f"{count:.{1 if power and count < 100 else 0}f} {units[power]}"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 
 from spmoe_lite.errors import DamagedError, NotFoundError, SpmoeError, UsageError
+from spmoe_lite.progress import size
 from spmoe_lite.terminal import (
     ProgressDisplay,
     WordWrap,
@@ -31,7 +32,6 @@ from spmoe_lite.terminal import (
     note,
     printable,
     say,
-    size,
     table,
 )
 

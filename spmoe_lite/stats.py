@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from spmoe_lite.progress import size
+
 
 @dataclass(slots=True)
 class Counters:
@@ -100,7 +102,7 @@ class RunStats:
         if self.hit_rate is not None:
             parts.append(f"hit rate {self.hit_rate:.0%}")
         if self.counters.bytes_moved:
-            parts.append(f"{self.counters.bytes_moved / 1e9:.2f} GB moved")
+            parts.append(f"{size(self.counters.bytes_moved)} moved")
         return " · ".join(parts)
 
 

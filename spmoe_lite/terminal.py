@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
+from spmoe_lite.progress import size
+
 if TYPE_CHECKING:
     from types import FrameType
 
@@ -156,16 +158,6 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c for c in text if c in "\n\t" or not (c < " " or "\x7f" <= c < "\xa0"))
-
-
-def size(count: float) -> str:
-    """Bytes for people: `93.4 GB` (powers of ten, as disks and buses are sold)."""
-    units = ["bytes", "kB", "MB", "GB", "TB"]
-    power = 0
-    while abs(count) >= 999.5 and power < len(units) - 1:
-        count /= 1000
-        power += 1
-    return f"{count:.{1 if power and count < 100 else 0}f} {units[power]}"
 
 
 def duration(seconds: float) -> str:

@@ -787,9 +787,9 @@ SMOLLM2 = {  # text -> ids of the model's published tokenizer
     "Hello world! 123": [19556, 905, 17, 216, 33, 34, 35],
     "Café déjà vu.": [51, 1939, 2756, 32564, 90, 16739, 386, 101, 30],
     "  multiple   spaces": [216, 2701, 256, 5600],
-    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
-    "<|im_end|>\n": [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28,
-                     7018, 411, 407, 19712, 8182, 2, 198],
+    "<|im_start|>system\nYou are a helpful": [1, 9690, 198, 2683, 359, 253, 5356],
+    " named SmolLM, trained by Hugging Face<|im_end|>\n":
+        [3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182, 2, 198],
 }  # fmt: skip
 
 
