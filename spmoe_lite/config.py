@@ -11,12 +11,14 @@ the package needs no torch. Field names are those of Hugging Face's `config.json
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from spmoe_lite.errors import UnsupportedError, UsageError
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+GROUPS = (32, 64, 128)  # columns of a quantised matrix that may share a scale
 FAMILIES = ("mixtral", "mistral", "llama")
 ROPE_KINDS = ("default", "linear", "llama3")
 
@@ -209,11 +211,67 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Scheme:
+    """How a quantised matrix [N, K] is stored: value = (code - zero) * scale.
+
+    `bits` (4 or 8) per code; `group` columns of a row share one fp16 scale. With `zeros` each group
+    has a 4-bit zero of its own; without, the zero is the middle of the range, 8 or 128. As text:
+    "int8-g64", "int4-g32", "int4-g64z". `quant.py` has the order of the bytes.
+    """
+
+    bits: int
+    group: int
+    zeros: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8) or self.group not in GROUPS or (self.zeros and self.bits != 4):
+            raise UnsupportedError(f"no quantisation scheme {self}")
+
+    def __str__(self) -> str:
+        return f"int{self.bits}-g{self.group}{'z' * self.zeros}"
+
+    @property
+    def block(self) -> int:
+        """Columns of one 32-byte run of codes; K is rounded up to a whole number of them."""
+        return 256 // self.bits
+
+    @property
+    def middle(self) -> int:
+        """The zero of a group that has none of its own."""
+        return 1 << (self.bits - 1)
+
+    def parts(self, rows: int, columns: int) -> tuple[int, int, int]:
+        """Bytes of codes, of scales, and of zeros of a matrix [rows, columns]."""
+        blocks = -(-columns // self.block)
+        groups = -(-blocks * self.block // self.group)
+        return blocks * rows * 32, groups * rows * 2, -(-groups // 2) * rows * self.zeros
+
+
+def scheme_of(dtype: str) -> Scheme | None:
+    """The scheme a dtype string names; None for a float dtype, `UnsupportedError` for neither."""
+    if dtype in DTYPE_BYTES:
+        return None
+    found = re.fullmatch(r"int([48])-g(32|64|128)(z?)", dtype)
+    if found is None:
+        raise UnsupportedError(f"dtype {dtype!r:.40} is not supported")
+    return Scheme(int(found[1]), int(found[2]), bool(found[3]))
+
+
+def matrix_bytes(dtype: str, rows: int, columns: int) -> int:
+    """Bytes of one matrix [rows, columns] in any dtype, floats or quantised, without padding."""
+    scheme = scheme_of(dtype)
+    if scheme is None:
+        return rows * columns * DTYPE_BYTES[dtype]
+    return sum(scheme.parts(rows, columns))
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertLayout:
     """Where the three matrices of one expert lie inside its run of `stride` bytes.
 
-    gate and up are [intermediate_size, hidden_size], down is [hidden_size, intermediate_size], all
-    row-major and contiguous, `y = x @ W.T`. Offsets are bytes from the start of the expert.
+    gate and up are [intermediate_size, hidden_size], down is [hidden_size, intermediate_size],
+    `y = x @ W.T`; floats are row-major, a quantised matrix is its codes, scales and zeros one after
+    the other (`Scheme.parts`). Offsets are bytes from the start of the expert to a matrix.
     """
 
     dtype: str
