@@ -15,7 +15,8 @@ of the experts in its table and touches no other, and every (row, choice) has a 
 so that the sum does not know in which order the groups came. An expert of the table that no row
 asks for is neither read nor written; an id of -1 marks an unused line of the table.
 
-Activations are rounded to the weights' dtype where the two differ; sums are fp32. The bits of a
+Activations are rounded to the dtype of float weights where the two differ; quantised weights count
+as rounded to the activations' dtype. Sums are fp32. The bits of a
 row do not depend on which other experts are in the table; on the GPU not on the other rows either.
 Sources: SwiGLU, Shazeer 2020, arXiv 2002.05202; Mixtral, arXiv 2401.04088.
 """
@@ -29,7 +30,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from .linear import linear_reference
+from spmoe_lite.config import matrix_bytes, scheme_of
+from spmoe_lite.quant import view_matrix
+
+from .linear import Weight, linear_reference
 
 if TYPE_CHECKING:
     from spmoe_lite.config import ExpertLayout
@@ -93,7 +97,7 @@ def expert_up_reference(
 ) -> None:
     """The same by torch, over views of the addresses."""
     k, places = experts.shape[1], out.view(-1, out.shape[-1])
-    x = x.to(DTYPES[layout.dtype])
+    x = x.to(DTYPES.get(layout.dtype, x.dtype))
     for pairs, address, copy_to in _rows_by_expert(experts, use):
         gate, up, _ = _matrices(address, layout)
         rows = x[pairs // k]
@@ -101,8 +105,8 @@ def expert_up_reference(
         places[pairs] = h.to(out.dtype)
         if copy_to:
             new_gate, new_up, _ = _matrices(copy_to, layout)
-            new_gate.copy_(gate)
-            new_up.copy_(up)
+            _copy(gate, new_gate)
+            _copy(up, new_up)
 
 
 def expert_down_reference(
@@ -116,9 +120,10 @@ def expert_down_reference(
     rows, places = h.view(-1, h.shape[-1]), out.view(-1, out.shape[-1])
     for pairs, address, copy_to in _rows_by_expert(experts, use):
         down = _matrices(address, layout)[2]
-        places[pairs] = linear_reference(rows[pairs].to(down.dtype), down).to(out.dtype)
+        dtype = DTYPES.get(layout.dtype, h.dtype)
+        places[pairs] = linear_reference(rows[pairs].to(dtype), down).to(out.dtype)
         if copy_to:
-            _matrices(copy_to, layout)[2].copy_(down)
+            _copy(down, _matrices(copy_to, layout)[2])
 
 
 def combine_reference(partial: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -147,17 +152,26 @@ def _rows_by_expert(
 
 
 @lru_cache(maxsize=8192)  # a view of an address owns nothing and stays true whatever lies there
-def _matrices(address: int, layout: ExpertLayout) -> tuple[torch.Tensor, ...]:
+def _matrices(address: int, layout: ExpertLayout) -> tuple[Weight, Weight, Weight]:
     """gate [I, H], up [I, H], down [H, I] of the expert that begins at `address`, not copied."""
     hidden, inner = layout.hidden_size, layout.intermediate_size
-    shapes = (
-        (layout.gate_offset, (inner, hidden)),
-        (layout.up_offset, (inner, hidden)),
-        (layout.down_offset, (hidden, inner)),
-    )
-    dtype = DTYPES[layout.dtype]
-    memory = ctypes.c_uint8 * (hidden * inner * dtype.itemsize)
-    return tuple(
-        torch.frombuffer(memory.from_address(address + offset), dtype=dtype).view(shape)
-        for offset, shape in shapes
-    )
+    gate = _matrix(address + layout.gate_offset, layout.dtype, inner, hidden)
+    up = _matrix(address + layout.up_offset, layout.dtype, inner, hidden)
+    return gate, up, _matrix(address + layout.down_offset, layout.dtype, hidden, inner)
+
+
+def _matrix(address: int, dtype: str, rows: int, columns: int) -> Weight:
+    memory = (ctypes.c_uint8 * matrix_bytes(dtype, rows, columns)).from_address(address)
+    run = torch.frombuffer(memory, dtype=torch.uint8)
+    scheme = scheme_of(dtype)
+    if scheme is not None:
+        return view_matrix(run, scheme, rows, columns)
+    return run.view(DTYPES[dtype]).view(rows, columns)
+
+
+def _copy(source: Weight, target: Weight) -> None:
+    if isinstance(source, torch.Tensor):
+        target.copy_(source)
+    else:
+        for part, place in zip(source.tensors(), target.tensors(), strict=True):
+            place.copy_(part)

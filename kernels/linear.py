@@ -8,20 +8,24 @@ Which product is fast on a CPU depends on dtype and rows (measured: Zen 5, two c
 fp32 up to 8 rows: W x^T reads 30 to 40 GB/s of weights where x W^T reads 8 to 15, and a single row
 is worth doubling to leave the slow one-row path. bf16 has a native product on machines with
 AVX-512; elsewhere torch falls to a scalar loop that is slower than widening the weights. fp16 has
-only that loop beyond a few rows.
+only that loop beyond a few rows. A quantised matrix is dequantised at each call there.
 """
 
 import torch
 import torch.nn.functional as F
 
+from spmoe_lite.quant import QuantizedMatrix
+
+Weight = torch.Tensor | QuantizedMatrix
+
 NATIVE_FP16_ROWS = 4  # up to here torch's fp16 product beats widening the weights
 TALL_ROWS, TALL_NUMEL = 8, 1 << 16  # fp32: W x^T up to so many rows, from so many weights on
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, K], weight [N, K], bias [N] or None, all of one dtype -> [T, N] of that dtype.
 
-    CPU tensors take the torch reference.
+    A quantised weight counts as rounded to x's dtype. CPU tensors take the torch reference.
     """
     if x.is_cuda:
         from .linear_triton import linear_triton
@@ -31,9 +35,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def linear_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The same by torch, in whichever precision this CPU multiplies fastest; at least fp32 sums."""
+    if isinstance(weight, QuantizedMatrix):
+        weight = weight.dequantize(x.dtype)
     rows, dtype = len(x), weight.dtype
     if dtype == torch.float32 and rows <= TALL_ROWS and weight.numel() >= TALL_NUMEL:
         columns = torch.cat((x, x)) if rows == 1 else x

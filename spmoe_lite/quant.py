@@ -20,10 +20,12 @@ their zero are exact in every float dtype.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from spmoe_lite.config import Scheme
+if TYPE_CHECKING:
+    from spmoe_lite.config import Scheme
 
 
 @dataclass(frozen=True, slots=True)
