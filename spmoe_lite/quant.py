@@ -19,13 +19,20 @@ their zero are exact in every float dtype.
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from spmoe_lite.errors import DamagedError, UnsupportedError
+
 if TYPE_CHECKING:
     from spmoe_lite.config import Scheme
+
+_TILE = 1 << 15  # weights in work at once: they stay in cache, and torch starts no threads for them
+_LEAST = 2.0**-24  # the smallest scale, which is the smallest fp16
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,78 @@ class QuantizedMatrix:
             grouped -= unpack_zeros(self.zeros[:, rows], len(scales)).t()[:, :, None]
         grouped *= scales.t()[:, :, None]
         return values[:, : self.columns].to(dtype)
+
+
+def quantize(
+    weights: torch.Tensor, scheme: Scheme, *, name: str = "the matrix", threads: int | None = None
+) -> QuantizedMatrix:
+    """[rows, columns] in any float dtype -> the matrix in `scheme`; `name` is for the messages.
+
+    The bits of a row depend on that row alone. Raises `DamagedError` for a weight that is not
+    finite, `UnsupportedError` for columns that are not whole groups or a scale beyond fp16.
+    """
+    rows, columns = weights.shape
+    if columns % scheme.group:
+        fitting = [str(group) for group in (32, 64, 128) if columns % group == 0]
+        instead = f"use a group of {' or '.join(fitting)}" if fitting else "keep it in floats"
+        raise UnsupportedError(
+            f"{name} has {columns} columns, not a multiple of the group of {scheme.group}; {instead}"
+        )
+    sizes = scheme.parts(rows, columns)
+    matrix = view_matrix(torch.empty(sum(sizes), dtype=torch.uint8), scheme, rows, columns)
+    wide = min(512, columns + columns % scheme.block)
+    high = _TILE // wide
+    tiles = [(r, k) for r in range(0, rows, high) for k in range(0, columns, wide)]
+
+    def work(tile: tuple[int, int]) -> None:
+        row, column = tile
+        part = weights[row : row + high, column : column + wide].float()
+        if padding := part.shape[1] % scheme.block:
+            part = torch.nn.functional.pad(part, (0, scheme.block - padding))
+        _quantize_tile(part, matrix, row, column, name)
+
+    with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+        for _ in pool.map(work, tiles):
+            pass
+    return matrix
+
+
+def _quantize_tile(
+    part: torch.Tensor, matrix: QuantizedMatrix, row: int, column: int, name: str
+) -> None:
+    """Quantise `part` [R, C], whole blocks and groups, into the place of its first weight."""
+    scheme = matrix.scheme
+    grouped = part.t().reshape(-1, scheme.group, len(part))  # [groups, group, R]
+    most, least = grouped.amax(1).clamp_(min=0), grouped.amin(1).clamp_(max=0)
+    if not (most - least).isfinite().all():
+        raise DamagedError(f"{name} has weights that are not finite numbers")
+    if matrix.zeros is None:
+        middle = scheme.middle
+        scale = _storable(torch.maximum(most, -least) / (middle - 1))
+        zero = torch.full_like(scale, middle)
+    else:
+        scale = _storable((most - least) / 15)
+        zero = (-least / scale).round_().clamp_(0, 15)
+    if scale.isinf().any():
+        raise UnsupportedError(
+            f"{name} has weights up to {part.abs().max():.3g}, too large for {scheme}; "
+            f"keep it in floats"
+        )
+    top = 2 * scheme.middle - 1
+    codes = (grouped / scale[:, None]).round_().add_(zero[:, None]).clamp_(0, top)
+    rows = slice(row, row + len(part))
+    block, group = column // scheme.block, column // scheme.group
+    packed = pack_codes(codes.view(-1, len(part)).t().to(torch.uint8).contiguous(), scheme)
+    matrix.codes[block : block + len(packed), rows] = packed
+    matrix.scales[group : group + len(scale), rows] = scale.half()
+    if matrix.zeros is not None:
+        pairs = pack_zeros(zero.to(torch.uint8))
+        matrix.zeros[group // 2 : group // 2 + len(pairs), rows] = pairs
+
+
+def _storable(scale: torch.Tensor) -> torch.Tensor:
+    """The nearest scales that fp16 and bf16 both hold exactly, in fp32; infinite beyond fp16."""
+    return scale.bfloat16().clamp_(min=_LEAST).half().float()
 
 
 def view_matrix(run: torch.Tensor, scheme: Scheme, rows: int, columns: int) -> QuantizedMatrix:
