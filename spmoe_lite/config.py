@@ -214,9 +214,9 @@ class ModelConfig:
 class Scheme:
     """How a quantised matrix [N, K] is stored: value = (code - zero) * scale.
 
-    `bits` (4 or 8) per code; `group` columns of a row share one fp16 scale. With `zeros` each group
-    has a 4-bit zero of its own; without, the zero is the middle of the range, 8 or 128. As text:
-    "int8-g64", "int4-g32", "int4-g64z". `quant.py` has the order of the bytes.
+    `bits` (4 or 8) per code; `group` columns of a row share a scale of 16 bits. With `zeros` each
+    group has a 4-bit zero of its own inside them; without, the zero is the middle of the range, 8
+    or 128. As text: "int8-g64", "int4-g32", "int4-g64z". `quant.py` has the order of the bytes.
     """
 
     bits: int
@@ -240,11 +240,11 @@ class Scheme:
         """The zero of a group that has none of its own."""
         return 1 << (self.bits - 1)
 
-    def parts(self, rows: int, columns: int) -> tuple[int, int, int]:
-        """Bytes of codes, of scales, and of zeros of a matrix [rows, columns]."""
+    def parts(self, rows: int, columns: int) -> tuple[int, int]:
+        """Bytes of the codes and of the scales (with the zeros) of a matrix [rows, columns]."""
         blocks = -(-columns // self.block)
         groups = -(-blocks * self.block // self.group)
-        return blocks * rows * 32, groups * rows * 2, -(-groups // 2) * rows * self.zeros
+        return blocks * rows * 32, -(-groups // 2) * rows * 4
 
 
 def scheme_of(dtype: str) -> Scheme | None:
@@ -270,7 +270,7 @@ class ExpertLayout:
     """Where the three matrices of one expert lie inside its run of `stride` bytes.
 
     gate and up are [intermediate_size, hidden_size], down is [hidden_size, intermediate_size],
-    `y = x @ W.T`; floats are row-major, a quantised matrix is its codes, scales and zeros one after
+    `y = x @ W.T`; floats are row-major, a quantised matrix is its codes and its scales one after
     the other (`Scheme.parts`). Offsets are bytes from the start of the expert to a matrix.
     """
 

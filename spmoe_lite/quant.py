@@ -9,10 +9,13 @@ a byte, the lowest first) is column 16 i + j of the block. Taking part i of ever
 adjacent columns in order, which is one step of a matrix instruction: nothing is shuffled.
 
     codes  uint8 [K / block, N, 32]
-    scales fp16  [K / group, N]
-    zeros  uint8 [K / group / 2, N]     the zero of groups 2 i (low nibble) and 2 i + 1
+    scales int16 [K / group / 2, N, 2]     a 32-bit word holds two groups of a row
 
-K is rounded up to whole blocks, and further to whole groups; the codes there are zeros of their group.
+A scale is the 16 bits of an fp16. Where groups have zeros, the scale has 8 significant bits, which is
+what a kernel that computes in bf16 would keep of it, and the zero lies in the 4 bits this leaves free:
+its low three bits in the low three bits of the word, its highest in the place of the sign.
+
+K is rounded up to whole blocks, and further to whole pairs of groups; what is there counts for nothing.
 Where a kernel computes in bf16 the scale is rounded to bf16 and so is the product; the codes less
 their zero are exact in every float dtype.
 """
@@ -32,18 +35,16 @@ if TYPE_CHECKING:
     from spmoe_lite.config import Scheme
 
 _TILE = 1 << 15  # weights in work at once: they stay in cache, and torch starts no threads for them
-_LEAST = 2.0**-24  # the smallest scale, which is the smallest fp16
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """One matrix [rows, columns] in a scheme; the module's docstring has the three tensors."""
+    """One matrix [rows, columns] in a scheme; the module's docstring has the two tensors."""
 
     scheme: Scheme
     columns: int
     codes: torch.Tensor
     scales: torch.Tensor
-    zeros: torch.Tensor | None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -58,8 +59,8 @@ class QuantizedMatrix:
         return sum(part.nbytes for part in self.tensors())
 
     def tensors(self) -> list[torch.Tensor]:
-        """codes, scales, and zeros where there are any."""
-        return [part for part in (self.codes, self.scales, self.zeros) if part is not None]
+        """codes and scales."""
+        return [self.codes, self.scales]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """[rows, columns] in a float dtype, scale and product rounded to it as in the kernels."""
@@ -67,18 +68,16 @@ class QuantizedMatrix:
 
     def rows_of(self, rows: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The same of some rows, by slice or by index [R] -> [R, columns]."""
-        scheme, scales = self.scheme, self.scales[:, rows].to(dtype).float()
+        scheme = self.scheme
+        scales, zeros = unpack_scales(self.scales[:, rows], scheme)
         values = unpack_codes(self.codes[:, rows], scheme).float()  # [R, K']
         count, padded = values.shape
         wide = len(scales) * scheme.group
         if wide > padded:
             values = torch.nn.functional.pad(values, (0, wide - padded))
         grouped = values.view(count, -1, scheme.group)
-        if self.zeros is None:
-            grouped -= scheme.middle
-        else:
-            grouped -= unpack_zeros(self.zeros[:, rows], len(scales)).t()[:, :, None]
-        grouped *= scales.t()[:, :, None]
+        grouped -= zeros.t()[:, :, None]
+        grouped *= scales.to(dtype).float().t()[:, :, None]
         return values[:, : self.columns].to(dtype)
 
 
@@ -125,12 +124,12 @@ def _quantize_tile(
     most, least = grouped.amax(1).clamp_(min=0), grouped.amin(1).clamp_(max=0)
     if not (most - least).isfinite().all():
         raise DamagedError(f"{name} has weights that are not finite numbers")
-    if matrix.zeros is None:
+    if not scheme.zeros:
         middle = scheme.middle
-        scale = _storable(torch.maximum(most, -least) / (middle - 1))
+        scale = _storable(torch.maximum(most, -least) / (middle - 1), scheme)
         zero = torch.full_like(scale, middle)
     else:
-        scale = _storable((most - least) / 15)
+        scale = _storable((most - least) / 15, scheme)
         zero = (-least / scale).round_().clamp_(0, 15)
     if scale.isinf().any():
         raise UnsupportedError(
@@ -143,28 +142,23 @@ def _quantize_tile(
     block, group = column // scheme.block, column // scheme.group
     packed = pack_codes(codes.view(-1, len(part)).t().to(torch.uint8).contiguous(), scheme)
     matrix.codes[block : block + len(packed), rows] = packed
-    matrix.scales[group : group + len(scale), rows] = scale.half()
-    if matrix.zeros is not None:
-        pairs = pack_zeros(zero.to(torch.uint8))
-        matrix.zeros[group // 2 : group // 2 + len(pairs), rows] = pairs
+    pairs = pack_scales(scale, zero, scheme)
+    matrix.scales[group // 2 : group // 2 + len(pairs), rows] = pairs
 
 
-def _storable(scale: torch.Tensor) -> torch.Tensor:
-    """The nearest scales that fp16 and bf16 both hold exactly, in fp32; infinite beyond fp16."""
-    return scale.bfloat16().clamp_(min=_LEAST).half().float()
+def _storable(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """The nearest scales that the scheme holds and bf16 too, in fp32; infinite beyond fp16."""
+    least = 2.0**-21 if scheme.zeros else 2.0**-24  # the smallest fp16 with the bits that are left
+    near = scale.bfloat16().float()
+    subnormal = (near / least).round_().clamp_(min=1) * least
+    return torch.where(near < 2.0**-14, subnormal, near).half().float()
 
 
 def view_matrix(run: torch.Tensor, scheme: Scheme, rows: int, columns: int) -> QuantizedMatrix:
     """uint8 [sum(scheme.parts(rows, columns))] as a matrix; nothing is copied."""
-    sizes = scheme.parts(rows, columns)
-    codes, scales, zeros = run.split(sizes)
-    return QuantizedMatrix(
-        scheme,
-        columns,
-        codes.view(-1, rows, 32),
-        scales.view(torch.float16).view(-1, rows),
-        zeros.view(-1, rows) if scheme.zeros else None,
-    )
+    codes, scales = run.split(scheme.parts(rows, columns))
+    words = scales.view(torch.int16).view(-1, rows, 2)
+    return QuantizedMatrix(scheme, columns, codes.view(-1, rows, 32), words)
 
 
 def pack_codes(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
@@ -188,13 +182,29 @@ def unpack_codes(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     return parts.reshape(rows, -1)
 
 
-def pack_zeros(zeros: torch.Tensor) -> torch.Tensor:
-    """zeros [groups, rows] uint8, 0 to 15 -> [ceil(groups / 2), rows] uint8."""
-    if len(zeros) % 2:
-        zeros = torch.cat((zeros, torch.zeros_like(zeros[:1])))
-    return zeros[0::2] | zeros[1::2] << 4
+def pack_scales(scales: torch.Tensor, zeros: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """scales [groups, rows] float, zeros [groups, rows] 0 to 15 -> int16 [groups / 2, rows, 2].
+
+    Where the scheme has no zeros they are not looked at; where it has, the scales must have 8
+    significant bits (multiples of 2^-21 below 2^-14).
+    """
+    words = scales.half().view(torch.int16)
+    if scheme.zeros:
+        zero = zeros.to(torch.int16)
+        words = words | zero & 7 | (zero & 8) << 12
+    if len(words) % 2:
+        words = torch.cat((words, torch.zeros_like(words[:1])))
+    return words.view(-1, 2, words.shape[1]).transpose(1, 2).contiguous()
 
 
-def unpack_zeros(zeros: torch.Tensor, groups: int) -> torch.Tensor:
-    """Inverse of `pack_zeros`: -> [groups, rows] uint8."""
-    return torch.stack((zeros & 15, zeros >> 4), dim=1).view(-1, zeros.shape[1])[:groups]
+def unpack_scales(words: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inverse of `pack_scales`: -> scales [groups, rows] fp32, zeros [groups, rows] fp32.
+
+    The number of groups is even; a last one that the matrix has not is 0.
+    """
+    words = words.transpose(1, 2).reshape(-1, words.shape[1])
+    if not scheme.zeros:
+        scales = words.view(torch.float16).float()
+        return scales, torch.full_like(scales, scheme.middle)
+    zeros = words & 7 | words >> 12 & 8
+    return (words & 0x7FF8).view(torch.float16).float(), zeros.float()
