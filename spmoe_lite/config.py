@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from spmoe_lite.errors import UnsupportedError, UsageError
 
@@ -223,6 +223,8 @@ class Scheme:
     group: int
     zeros: bool = False
 
+    block: ClassVar[int] = 64  # columns whose codes lie together; K is rounded up to it
+
     def __post_init__(self) -> None:
         if self.bits not in (4, 8) or self.group not in GROUPS or (self.zeros and self.bits != 4):
             raise UnsupportedError(f"no quantisation scheme {self}")
@@ -231,9 +233,9 @@ class Scheme:
         return f"int{self.bits}-g{self.group}{'z' * self.zeros}"
 
     @property
-    def block(self) -> int:
-        """Columns of one 32-byte run of codes; K is rounded up to a whole number of them."""
-        return 256 // self.bits
+    def run(self) -> int:
+        """Bytes of codes of one row in one block of 64 columns."""
+        return 8 * self.bits
 
     @property
     def middle(self) -> int:
@@ -244,7 +246,7 @@ class Scheme:
         """Bytes of the codes and of the scales (with the zeros) of a matrix [rows, columns]."""
         blocks = -(-columns // self.block)
         groups = -(-blocks * self.block // self.group)
-        return blocks * rows * 32, -(-groups // 2) * rows * 4
+        return blocks * rows * self.run, -(-groups // 2) * rows * 4
 
 
 def scheme_of(dtype: str) -> Scheme | None:

@@ -2,13 +2,13 @@
 
     w[n, k] = (code[n, k] - zero[g, n]) * scale[g, n]          g = k // group
 
-The bytes lie as the kernels read them: for each block of columns (64 at 4 bits, 32 at 8) one run of
-32 bytes per row, all rows of a block next to each other, so that a tile of rows is one contiguous
-piece whatever its height. A run is 16 little-endian words of 16 bits; part i of word j (a nibble or
-a byte, the lowest first) is column 16 i + j of the block. Taking part i of every word thus gives 16
-adjacent columns in order, which is one step of a matrix instruction: nothing is shuffled.
+The bytes lie as the kernels read them: for each block of 64 columns one run of 32 bytes (4 bits) or
+64 (8 bits) per row, all rows of a block next to each other, so that a tile of rows is one contiguous
+piece whatever its height. A run is W = 16 or 32 little-endian words of 16 bits; part i of word j (a
+nibble or a byte, the lowest first) is column W i + j of the block. So part i of all words is W
+adjacent columns in order, whole steps of a matrix instruction: nothing is shuffled.
 
-    codes  uint8 [K / block, N, 32]
+    codes  uint8 [K / 64, N, 32 or 64]
     scales int16 [K / group / 2, N, 2]     a 32-bit word holds two groups of a row
 
 A scale is the 16 bits of an fp16. Where groups have zeros, the scale has 8 significant bits, which is
@@ -158,25 +158,23 @@ def view_matrix(run: torch.Tensor, scheme: Scheme, rows: int, columns: int) -> Q
     """uint8 [sum(scheme.parts(rows, columns))] as a matrix; nothing is copied."""
     codes, scales = run.split(scheme.parts(rows, columns))
     words = scales.view(torch.int16).view(-1, rows, 2)
-    return QuantizedMatrix(scheme, columns, codes.view(-1, rows, 32), words)
+    return QuantizedMatrix(scheme, columns, codes.view(-1, rows, scheme.run), words)
 
 
 def pack_codes(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """codes [rows, K'] uint8, K' a multiple of the block -> [K' / block, rows, 32] uint8."""
+    """codes [rows, K'] uint8, K' a multiple of 64 -> [K' / 64, rows, run] uint8."""
     rows = len(codes)
-    words = codes.view(rows, -1, 16 // scheme.bits, 16)  # [rows, block, part, word]
-    if scheme.bits == 8:
-        packed = words.transpose(2, 3)  # [rows, block, word, byte]
-    else:
-        low, high = words[:, :, 0::2], words[:, :, 1::2]
-        packed = (low | high << 4).transpose(2, 3)
-    return packed.reshape(rows, -1, 32).transpose(0, 1).contiguous()
+    parts = 16 // scheme.bits
+    words = codes.view(rows, -1, parts, scheme.block // parts)  # [rows, block, part, word]
+    if scheme.bits == 4:
+        words = words[:, :, 0::2] | words[:, :, 1::2] << 4  # [rows, block, byte, word]
+    return words.permute(1, 0, 3, 2).reshape(-1, rows, scheme.run)
 
 
 def unpack_codes(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Inverse of `pack_codes`: [blocks, rows, 32] uint8 -> [rows, blocks * block] uint8."""
-    blocks, rows, _ = codes.shape
-    parts = codes.view(blocks, rows, 16, 2).permute(1, 0, 3, 2)  # [rows, block, byte, word]
+    """Inverse of `pack_codes`: [blocks, rows, run] uint8 -> [rows, blocks * 64] uint8."""
+    blocks, rows, run = codes.shape
+    parts = codes.view(blocks, rows, run // 2, 2).permute(1, 0, 3, 2)  # [rows, block, byte, word]
     if scheme.bits == 4:
         parts = torch.stack((parts & 15, parts >> 4), dim=3)  # [rows, block, byte, nibble, word]
     return parts.reshape(rows, -1)
