@@ -1,8 +1,26 @@
-"""Triton kernel of RMS norm, equation in `norm.py`: one program per row, kept in registers."""
+"""Triton kernel of RMS norm, equation in `norm.py`: one program per row, kept in registers.
+
+`normed` and `row_block` are also part of the router's kernel, whose rows must have the same bits:
+the order of the sum follows from the block and the warps, so both take them from here.
+"""
 
 import torch
 import triton
 import triton.language as tl
+
+
+def row_block(hidden: int) -> tuple[int, int]:
+    """Elements of a row in one program, a power of 2, and the program's warps."""
+    block = triton.next_power_of_2(hidden)
+    return block, 4 if block <= 4096 else 8
+
+
+@triton.jit
+def normed(x, weight, eps, H: tl.constexpr):
+    """x and weight [BLOCK] of any float dtype, 0 beyond H -> [BLOCK] fp32, not yet rounded."""
+    x = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / H + eps)
+    return x * scale * weight.to(tl.float32)
 
 
 @triton.jit
@@ -16,10 +34,10 @@ def _rms_norm_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * H + h, mask=h < H, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + h, mask=h < H, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / H + eps)
-    tl.store(out_ptr + row * H + h, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=h < H)
+    x = tl.load(x_ptr + row * H + h, mask=h < H, other=0.0)
+    weight = tl.load(weight_ptr + h, mask=h < H, other=0.0)
+    y = normed(x, weight, eps, H)
+    tl.store(out_ptr + row * H + h, y.to(out_ptr.dtype.element_ty), mask=h < H)
 
 
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -27,16 +45,9 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
     x = x.contiguous()
     tokens, hidden = x.shape
     out = torch.empty_like(x)
-    block = triton.next_power_of_2(hidden)
+    block, warps = row_block(hidden)
     if tokens:
         _rms_norm_kernel[(tokens,)](
-            x,
-            weight,
-            out,
-            eps,
-            H=hidden,
-            BLOCK=block,
-            num_warps=8 if block > 2048 else 4,
-            enable_fp_fusion=True,
+            x, weight, out, eps, H=hidden, BLOCK=block, num_warps=warps, enable_fp_fusion=True
         )
     return out

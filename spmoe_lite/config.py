@@ -286,6 +286,51 @@ class ExpertLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """How the logits of a router become k experts and their weights; Mixtral's rule by default.
+
+    `scoring_func`, "softmax" over all experts or "sigmoid", makes the scores. The k best scores are
+    chosen, each plus its expert's correction bias where the router has one (DeepSeek-V3; the bias
+    never enters a weight). With `n_group` > 1 only experts of the `topk_group` best groups may be
+    chosen; a group counts as much as its best expert ("max", DeepSeek-V2) or its best two together
+    ("top2", V3). Weights are the scores of the chosen: with `norm_topk_prob` divided by their sum,
+    which for softmax is the same as a softmax over the chosen alone; always multiplied by
+    `routed_scaling_factor`. With `shared_expert_gate` the router has one row more, the last, whose
+    sigmoid is the weight of the shared expert (Qwen2-MoE).
+    """
+
+    scoring_func: str = "softmax"
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    group_score: str = "max"
+    shared_expert_gate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scoring_func not in ("softmax", "sigmoid"):
+            raise UnsupportedError(f"scoring_func {self.scoring_func!r:.40} is not supported")
+        if self.group_score not in ("max", "top2"):
+            raise UnsupportedError(f"group_score {self.group_score!r:.40} is not supported")
+        for name in ("norm_topk_prob", "shared_expert_gate"):
+            if not isinstance(getattr(self, name), bool):
+                raise UnsupportedError(f"routing: {name} is {getattr(self, name)!r}, not a boolean")
+        _positive_float("routing", "routed_scaling_factor", self.routed_scaling_factor)
+        _whole("routing", "n_group", self.n_group, 1, _MAX_EXPERTS)
+        _whole("routing", "topk_group", self.topk_group, 1, self.n_group)
+
+    def check(self, num_experts: int, k: int) -> None:
+        """Raise `UnsupportedError` where the groups do not divide so many experts or hold no k."""
+        size, rest = divmod(num_experts, self.n_group)
+        if rest or (self.n_group > 1 and self.group_score == "top2" and size < 2):
+            raise UnsupportedError(f"routing: {num_experts} experts in {self.n_group} groups")
+        if not 1 <= k <= size * self.topk_group:
+            raise UnsupportedError(
+                f"routing: {k} experts of {self.topk_group} groups that hold {size} each"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How a token is chosen; temperature 0 is greedy. Penalties of 1.0 / 0.0 are off."""
 
