@@ -219,7 +219,8 @@ def _gate_kernel(
     xs = ()
     for t in tl.static_range(TILE_T):
         inside = (h < H) & (first + t < num_tokens)
-        xs = xs + (tl.load(x_ptr + (first + t) * H + h, mask=inside, other=0.0),)
+        loaded = tl.load(x_ptr + (first + t) * H + h, mask=inside, other=0.0)
+        xs = xs + (loaded,)  # type: ignore[assignment]
     if NORM:
         weight = tl.load(norm_ptr + h, mask=h < H, other=0.0)
     there = (row < ROWS)[:, None] & (h < H)[None, :]
