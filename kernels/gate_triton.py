@@ -227,7 +227,7 @@ def _gate_kernel(
     router = tl.load(router_ptr + row[:, None] * H + h[None, :], mask=there, other=0.0)
     for t in tl.static_range(TILE_T):
         if tile * TILE_T + t < num_tokens:
-            x, token = xs[t], first + t
+            x, token = xs[t], first + t  # type: ignore[var-annotated]
             if NORM:
                 x = normed(x, weight, eps, H).to(normed_ptr.dtype.element_ty)
                 if part == 0:
