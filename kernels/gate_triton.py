@@ -33,8 +33,9 @@ from .norm_triton import normed, row_block
 TILE_T = 2  # tokens of a program
 PARTS = 8  # at least so many programs per tile, if there are as many experts
 BYTES_PER_THREAD = 128  # of the router, in registers
+KEPT_TILES = 256
 
-_counters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # router -> int32 [tiles], zero
+_counters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # router -> int32 [KEPT_TILES]
 
 NEVER = tl.constexpr(-(1 << 31))
 NAN = tl.constexpr((1 << 31) - 1)
@@ -312,9 +313,13 @@ def _launch(
 
 
 def _counters_of(router: torch.Tensor, tiles: int) -> torch.Tensor:
-    """int32 [at least tiles], zero whenever no launch over this router runs."""
+    """int32 [at least tiles], zero whenever no launch over this router runs.
+
+    What a captured graph has seen stays: a long prefill gets counters for once, not larger ones.
+    """
+    if tiles > KEPT_TILES:
+        return router.new_zeros(tiles, dtype=torch.int32)
     counters: torch.Tensor | None = _counters.get(router)
-    if counters is None or len(counters) < tiles:
-        counters = router.new_zeros(max(tiles, 256), dtype=torch.int32)
-        _counters[router] = counters
+    if counters is None:
+        counters = _counters[router] = router.new_zeros(KEPT_TILES, dtype=torch.int32)
     return counters
