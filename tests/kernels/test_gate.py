@@ -187,11 +187,12 @@ def test_the_norm_in_the_same_launch_is_rms_norm_and_the_router_sees_it_rounded(
     assert_defined(weights, chosen, normed, router.to(normed.device), k, rule, bias)
 
 
-def test_the_counters_stay_where_they_are_and_are_zero_after_every_launch(device):
-    x, router, k, rule, _ = case("Qwen3", torch.float32, 600, 24, device)
+def test_the_counters_stay_where_they_are_and_are_zero_after_every_launch(device, monkeypatch):
+    monkeypatch.setattr(gate_triton, "KEPT_TILES", 4)
+    x, router, k, rule, _ = case("Qwen3", torch.float32, 21, 24, device)
     few = gate_topk_triton(x[:3], router, k, rule)
     counters = gate_triton._counters[router]
-    assert len(counters) * gate_triton.TILE_T < 600
+    assert len(counters) * gate_triton.TILE_T < 21
     for _ in range(2):
         every = gate_topk_triton(x, router, k, rule)
         assert gate_triton._counters[router] is counters and not counters.any()
