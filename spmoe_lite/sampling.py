@@ -9,12 +9,16 @@ two argmaxes agree, so acceptance is high without the draft ever entering the ta
 is the same with any draft and with none. Coupling by shared Gumbel noise: Daliri, Musco, Suresh,
 "Coupling without Communication and Drafter-Invariant Speculative Decoding", arXiv 2408.07978, section 3.
 
-Order of the filters, as in Hugging Face: penalties, temperature, top-k, top-p, min-p.
+Order of the filters, as in Hugging Face: penalties, temperature, top-k, top-p, min-p. All of them, and
+the argmax, run where the logits are. A GPU gets the noise and returns two numbers; the host reads
+nothing else of a row and waits once. There the sum over the vocabulary may round otherwise than on the
+CPU, so that a token whose better ones hold `top_p` to the last bit may fall on either side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -33,16 +37,16 @@ class Sampler:
         self._filters = params.temperature > 0 or _penalizes(params)
 
     def pick_row(self, logits: torch.Tensor, context: Sequence[int]) -> int:
-        """The token after `context`; logits [V] of any float dtype."""
+        """The token after `context`; logits [V] of any float dtype, filtered where they are."""
         if not self._filters:
             return self.pick_greedy(logits[None])[0]
-        row = logits[: self.num_tokens].float().cpu()
-        _require_finite(row.max())
+        row = logits[: self.num_tokens].float()
+        finite = row.max().isfinite()
         row = self._penalized(row, context)
-        if self.params.temperature == 0:
-            return int(row.argmax())
-        row = _filtered(_tempered(row, self.params.temperature), self.params)
-        return int((row.double() + self._noise(len(context))[: len(row)]).argmax())
+        if self.params.temperature > 0:
+            row = _filtered(_tempered(row, self.params.temperature), self.params).double()
+            row += self._noise(len(context)).to(row.device, non_blocking=True)
+        return _read(finite[None], row.argmax()[None])[0]
 
     @property
     def greedy(self) -> bool:
@@ -52,11 +56,10 @@ class Sampler:
     def pick_greedy(self, logits: torch.Tensor) -> list[int]:
         """The best token of each row of logits [T, V], found on the device."""
         best = logits[:, : self.num_tokens].max(dim=1)
-        _require_finite(best.values)
-        return best.indices.tolist()
+        return _read(best.values.isfinite(), best.indices)
 
     def _noise(self, position: int) -> torch.Tensor:
-        """Gumbel noise [num_tokens] fp64 of one position, the same on every machine."""
+        """Gumbel noise [num_tokens] fp64 in host memory of one position, the same on every machine."""
         key = np.array([self.params.seed % 2**64, position], dtype=np.uint64)
         uniform = np.random.Generator(np.random.Philox(key=key)).random(self.num_tokens)
         with np.errstate(divide="ignore"):  # a uniform of exactly 0 is noise of minus infinity
@@ -69,16 +72,17 @@ class Sampler:
             return row
         row = row.clone()
         if p.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted({t for t in context if t < self.num_tokens}))
+            seen = _ids({t for t in context if t < self.num_tokens}, row.device)
             values = row[seen]
             scaled = torch.where(
                 values > 0, values / p.repetition_penalty, values * p.repetition_penalty
             )
             row[seen] = scaled
-        answer = [t for t in context[self.prompt_length :] if t < self.num_tokens]
+        answer = Counter(t for t in context[self.prompt_length :] if t < self.num_tokens)
         if answer and (p.presence_penalty or p.frequency_penalty):
-            counts = torch.bincount(torch.tensor(answer), minlength=len(row)).float()
-            row -= p.presence_penalty * (counts > 0) + p.frequency_penalty * counts
+            counts = torch.tensor(list(answer.values()), dtype=torch.float32)
+            penalty = p.presence_penalty + p.frequency_penalty * counts
+            row[_ids(answer, row.device)] -= penalty.to(row.device, non_blocking=True)
         return row
 
 
@@ -97,7 +101,8 @@ def _penalizes(p: SamplingParams) -> bool:
 
 def _tempered(row: torch.Tensor, temperature: float) -> torch.Tensor:
     """Logits over temperature, the best one at 0: however small the temperature, it stays finite."""
-    return (row - row.max()) / max(temperature, 1e-30)
+    best = row.max()
+    return (row - best) / torch.full_like(best, max(temperature, 1e-30))
 
 
 def _filtered(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -109,8 +114,8 @@ def _filtered(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         probs = row.softmax(0)
         ordered = _head(probs, params.top_p)
         before = ordered.cumsum(0) - ordered  # probability of everything better
-        kept = int((before < params.top_p).sum())
-        row = row.masked_fill(probs < ordered[max(kept, 1) - 1], float("-inf"))
+        last = (before < params.top_p).sum(0, keepdim=True).clamp(min=1) - 1
+        row = row.masked_fill(probs < ordered.gather(0, last), float("-inf"))
     if params.min_p > 0.0:
         floor = row.max() + float(np.log(params.min_p))
         row = row.masked_fill(row < floor, float("-inf"))
@@ -118,17 +123,27 @@ def _filtered(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def _head(probs: torch.Tensor, mass: float, guess: int = 512) -> torch.Tensor:
-    """The largest probabilities in order, enough of them to hold `mass`: a full sort is rare."""
-    if len(probs) > guess:
+    """The largest probabilities in order, enough of them to hold `mass`.
+
+    A full sort costs a GPU little and a CPU much: there it is rare.
+    """
+    if len(probs) > guess and not probs.is_cuda:
         head = probs.topk(guess).values
         if float(head.sum()) > mass + 1e-4:
             return head
     return probs.sort(descending=True).values
 
 
-def _require_finite(best: torch.Tensor) -> None:
-    if not torch.isfinite(best).all():
+def _ids(tokens: Iterable[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(list(tokens), dtype=torch.long).to(device, non_blocking=True)
+
+
+def _read(finite: torch.Tensor, tokens: torch.Tensor) -> list[int]:
+    """tokens [T] on the host, in one copy with whether their rows' best logits are finite [T]."""
+    both: list[list[int]] = torch.stack((finite.long(), tokens)).tolist()
+    if not all(both[0]):
         raise SpmoeError(
             "the model produced non-finite logits: nothing was sampled; "
             "check the pack with `spmoe-lite verify`, or use a wider precision"
         )
+    return both[1]

@@ -1,13 +1,16 @@
 """The law of the sampler, its filters against plain definitions, and what the noise depends on."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from spmoe_lite import sampling
 from spmoe_lite.config import SamplingParams
 from spmoe_lite.errors import SpmoeError
 from spmoe_lite.sampling import Sampler, probabilities
@@ -188,3 +191,98 @@ def test_the_nucleus_without_a_full_sort_is_the_nucleus():
         p = row.softmax(0).sort(descending=True).values
         wanted = int((p.cumsum(0) - p < top_p).sum())
         assert abs(int((got > 0).sum()) - wanted) <= (1 if top_p > 0.999 else 0)
+
+
+WAVES = torch.sin(torch.arange(700) * 0.37) * 4 + torch.cos(torch.arange(700) * 1.9)
+TEXTS = {
+    "temperature": ({"temperature": 1.2}, [261, 684, 23, 174, 192, 651, 311, 259]),
+    "all filters": (
+        {"temperature": 0.8, "top_k": 60, "top_p": 0.9, "min_p": 0.02},
+        [684, 684, 72, 598, 192, 241, 311, 208],
+    ),
+    "top_p": ({"temperature": 1.2, "top_p": 0.3}, [684, 684, 582, 241, 192, 241, 311, 208]),
+    "penalties": (
+        {
+            "temperature": 0.6,
+            "repetition_penalty": 1.3,
+            "presence_penalty": 0.4,
+            "frequency_penalty": 0.2,
+        },
+        [261, 684, 23, 174, 192, 651, 311, 208],
+    ),
+    "penalties, greedy": (
+        {"repetition_penalty": 1.1, "frequency_penalty": 0.5},
+        [344, 463, 225, 582, 106, 615, 496, 89],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_the_text_of_a_seed_stays_the_same(name):
+    """Pinned: another order of filters, noise or ties would change every user's text."""
+    params, expected = TEXTS[name]
+    s = sampler(num_tokens=690, prompt_length=2, seed=11, **params)
+    text = [1, 690, 5]
+    for _ in expected:
+        text.append(s.pick_row(WAVES, text))
+    assert text[3:] == expected
+
+
+def test_ties_are_cut_together_or_kept_together_and_the_lowest_id_is_greedy():
+    row = torch.zeros(V)
+    row[[2, 5, 7, 9]] = 1.0
+    for params in ({"top_k": 2}, {"top_p": 0.1}, {"min_p": 0.9}, {"top_k": 1, "top_p": 0.2}):
+        law = probabilities(row, SamplingParams(temperature=1.0, **params))
+        assert law.nonzero().flatten().tolist() == [2, 5, 7, 9]
+    assert sampler(presence_penalty=0.5).pick_row(row, [2, 2]) == 5
+    assert sampler().pick_row(row, [1]) == 2
+
+
+def test_a_context_of_padded_ids_alone_is_penalised_by_nothing():
+    s = sampler(num_tokens=V - 2, repetition_penalty=1.5, frequency_penalty=1.0)
+    assert s.pick_row(torch.arange(V) * 1.0, [V - 1, V - 2]) == V - 3
+
+
+class Reads(TorchDispatchMode):
+    """Counts the operators that make the host wait for a number of the device."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "unique")
+
+    def __init__(self):
+        super().__init__()
+        self.waits = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().removeprefix("aten::")
+        if name.startswith(self.WAITING):
+            self.waits.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_nothing_of_a_row_is_read_before_the_token(name, monkeypatch):
+    """As on a GPU, where a row's head is a sort of its own: see the test below."""
+    monkeypatch.setattr(sampling, "_head", lambda probs, mass: probs.sort(descending=True).values)
+    copied = []
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: copied.append(self.shape))
+    s = sampler(num_tokens=690, prompt_length=2, seed=11, **TEXTS[name][0])
+    with Reads() as reads:
+        assert s.pick_row(WAVES, [1, 690, 5]) == TEXTS[name][1][0]
+    assert reads.waits == copied == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", FILTERS)
+def test_a_gpu_draws_what_the_cpu_draws_and_waits_once(params):
+    torch.cuda.set_sync_debug_mode("default")
+    rows = torch.randn(40, 5000, generator=torch.Generator().manual_seed(0)) * 3
+    for position, row in enumerate(rows):
+        s = sampler(num_tokens=4990, prompt_length=1, seed=3, repetition_penalty=1.2, **params)
+        context, there = [7, *range(position)], row.cuda()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            got = s.pick_row(there, context)
+            torch.cuda.set_sync_debug_mode("default")
+        assert got == s.pick_row(row, context)
+        assert len(said) <= 1, [str(line.message) for line in said]
