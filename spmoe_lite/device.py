@@ -1,7 +1,7 @@
 """The machine: which device to use, what it has free, how fast it reads, and what it must not be asked for.
 
-A CUDA GPU needs Triton beside it, and one below compute capability 8.0 has no bf16 arithmetic (asking torch
-would be told otherwise: it emulates). Both are said in one line before anything is loaded.
+A CUDA GPU needs Triton beside it. Below compute capability 8.0 it has no bf16 arithmetic (asking torch would be told otherwise: it emulates): there everything but the experts
+is computed in fp16, and bf16 experts are refused. All of it is said in one line before anything runs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import psutil
 import torch
@@ -44,16 +45,44 @@ def choose_device(name: str) -> torch.device:
     return place
 
 
-def check_precision(device: torch.device, pack: str, dtypes: set[str]) -> None:
-    """Refuse a pack whose numbers this GPU cannot multiply; `dtypes` are those of its tensors."""
-    if device.type != "cuda" or "bf16" not in dtypes:
-        return
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether bf16 is a number of this device, by compute capability."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def check_experts(device: torch.device, pack: str, dtype: str) -> None:
+    """Refuse experts whose numbers this GPU cannot multiply."""
+    if dtype == "bf16" and not multiplies_bf16(device):
         raise UnsupportedError(
-            f"{torch.cuda.get_device_name(device)} (compute capability {capability[0]}."
-            f"{capability[1]}) has no bf16: spmoe-lite repack {pack} --experts fp16 --dense fp16"
+            f"{_card(device)} has no bf16: spmoe-lite repack {pack} --experts fp16 or int4"
         )
+
+
+def fit_dense(device: torch.device, pack: str, tensors: dict[str, Any]) -> None:
+    """Turn bf16 tensors into fp16 where the GPU has no bf16; UnsupportedError where one is too large.
+
+    Whatever is narrowed here decides what the model computes in: norms, embeddings, activations, KV.
+    """
+    if multiplies_bf16(device):
+        return
+    wide = [
+        name
+        for name, tensor in tensors.items()
+        if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bfloat16
+    ]
+    for name in wide:
+        tensors[name] = tensors[name].to(torch.float16)
+        if not tensors[name].isfinite().all():
+            raise UnsupportedError(
+                f"{_card(device)} has no bf16, and {name} of {pack} is beyond fp16: use --device cpu"
+            )
+    if wide:
+        log.warning("%s has no bf16: %s is computed in fp16", _card(device), pack)
+
+
+def _card(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:

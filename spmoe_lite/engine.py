@@ -35,9 +35,10 @@ from spmoe_lite.cutoff import Drift, Profile, load_profile
 from spmoe_lite.decoder import PREFILL_CHUNK, Decoder
 from spmoe_lite.device import (
     available_bytes,
-    check_precision,
+    check_experts,
     choose_device,
     current,
+    fit_dense,
     memory_rate,
     synchronize,
 )
@@ -139,15 +140,18 @@ class Engine:
         if cutoff is not None and cutoff < 0:
             raise UsageError(f"--cutoff {cutoff}: 0 for no prefetching, or the number of layers")
         place = choose_device(device)
+        if place.type == "cuda":
+            from spmoe_lite.kernels.cache_triton import settle_kernel_cache
+
+            settle_kernel_cache()
         target_pack = Pack.open(library.find(target, home))
         engine = None
         try:
             draft_pack = None if draft is None else Pack.open(library.find(draft, home))
             engine = cls(target_pack, draft_pack, place)
             for pack in engine._packs:
-                layout = pack.expert_layout
-                dtypes = {pack.dense_dtype} | ({layout.dtype} if layout is not None else set())
-                check_precision(place, pack.name, dtypes)
+                if pack.expert_layout is not None:
+                    check_experts(place, pack.name, pack.expert_layout.dtype)
             engine._read_texts(template)
             engine._make_plan(vram, slots, ctx_size, length.most)
             if on_plan is not None:
@@ -467,6 +471,7 @@ class Engine:
         on_progress: OnProgress | None,
     ) -> tuple[Transformer, ExpertStore | None]:
         tensors = pack.load_dense(self.device, on_progress=on_progress, cancel=cancel)
+        fit_dense(self.device, pack.name, tensors)
         if not pack.config.is_moe:
             return Transformer(pack.config, tensors, context), None
         c, layout = pack.config, pack.expert_layout

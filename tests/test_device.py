@@ -7,7 +7,7 @@ import torch
 
 from spmoe_lite import device
 from spmoe_lite.engine import Engine
-from spmoe_lite.errors import CapacityError, UnsupportedError, UsageError
+from spmoe_lite.errors import CapacityError, SpmoeError, UnsupportedError, UsageError
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -57,15 +57,72 @@ def test_names_of_no_device(name):
         device.choose_device(name)
 
 
-def test_kind_k_o33_bf16_is_refused_by_capability_not_by_asking_torch(monkeypatch):
+CARD = torch.device("cuda", 0)
+
+
+def test_kind_k_o33_bf16_is_judged_by_capability_not_by_asking_torch(monkeypatch):
     pretend(monkeypatch, gpus=1, capability=(7, 5))
-    card = torch.device("cuda", 0)
-    with pytest.raises(UnsupportedError, match=r"7\.5.*repack some --experts fp16 --dense fp16"):
-        device.check_precision(card, "some", {"fp32", "bf16"})
-    device.check_precision(card, "some", {"fp16"})
-    device.check_precision(CPU, "some", {"bf16"})
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *args: True)
+    with pytest.raises(UnsupportedError, match=r"Some Card .*7\.5.*repack some --experts fp16"):
+        device.check_experts(CARD, "some", "bf16")
+    for dtype in ("fp16", "fp32", "int4-g64z"):
+        device.check_experts(CARD, "some", dtype)
+    device.check_experts(CPU, "some", "bf16")
     pretend(monkeypatch, gpus=1, capability=(8, 0))
-    device.check_precision(card, "some", {"bf16"})
+    device.check_experts(CARD, "some", "bf16")
+
+
+def dense_tensors():
+    packed = object()  # stands for a quantised matrix
+    norm, bias = torch.full((3,), 0.37, dtype=torch.bfloat16), torch.ones(2)
+    return {"norm": norm, "bias": bias, "packed": packed}
+
+
+def test_kind_k_o33_without_bf16_the_dense_part_is_fp16(monkeypatch, caplog):
+    for place, capability, dtype in (
+        (CARD, (7, 5), torch.float16),
+        (CARD, (8, 0), torch.bfloat16),
+        (CPU, (7, 5), torch.bfloat16),
+    ):
+        pretend(monkeypatch, gpus=1, capability=capability)
+        before, tensors = dense_tensors(), dense_tensors()
+        device.fit_dense(place, "some", tensors)
+        assert tensors["norm"].dtype == dtype and tensors["bias"].dtype == torch.float32
+        assert torch.equal(tensors["norm"].float(), before["norm"].float())
+        assert type(tensors["packed"]) is object
+    assert [r.getMessage() for r in caplog.records] == [
+        "Some Card (compute capability 7.5) has no bf16: some is computed in fp16"
+    ]
+
+
+@pytest.mark.parametrize("value", [65536.0, -1e30, float("inf")])
+def test_kind_k_o33_what_is_beyond_fp16_is_refused_by_name(monkeypatch, value):
+    pretend(monkeypatch, gpus=1, capability=(7, 5))
+    tensors = dense_tensors()
+    tensors["layers.3.o_proj.weight"] = torch.tensor([[1.0, value]], dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match=r"layers\.3\.o_proj\.weight of some is beyond fp16"):
+        device.fit_dense(CARD, "some", tensors)
+
+
+def test_kind_k_o33_a_bf16_model_answers_in_fp16_on_an_old_card(tmp_path, monkeypatch, caplog):
+    """Everything of it but the capability of the card runs here."""
+    path = tiny.tiny_pack(tmp_path, dense="bf16", experts="fp16")
+    monkeypatch.setattr("spmoe_lite.device.multiplies_bf16", lambda place: False)
+    monkeypatch.setattr("spmoe_lite.device._card", lambda place: "Some Card")
+    with Engine.load(path, device="cpu") as engine:
+        assert engine.decoder.target.dtype == torch.float16
+        assert engine.decoder.session.target_kv.keys.dtype == torch.float16
+        assert engine.generate([1, 5, 6], max_tokens=6).result.completion_tokens == 6
+    assert "mixtral is computed in fp16" in caplog.text
+
+
+def test_kind_k_o33_an_expert_beyond_fp16_ends_the_answer_with_an_error(tmp_path):
+    path = tiny.tiny_pack(tmp_path, dense="fp16", experts="fp16")
+    with Engine.load(path, device="cpu") as engine:
+        for block in engine.decoder.target.blocks:
+            block.post_norm.fill_(60000.0)  # outputs of the experts pass 65504
+        with pytest.raises(SpmoeError, match="non-finite logits"):
+            engine.generate([1, 5, 6], max_tokens=6).result  # noqa: B018
 
 
 @pytest.mark.parametrize(
