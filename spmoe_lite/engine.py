@@ -52,6 +52,7 @@ from spmoe_lite.errors import (
     UsageError,
 )
 from spmoe_lite.generation import Generation, Run
+from spmoe_lite.kernels.expert_gemm import expert_down, expert_up
 from spmoe_lite.kvcache import KVCache
 from spmoe_lite.model import Transformer
 from spmoe_lite.pack import Pack
@@ -63,7 +64,7 @@ from spmoe_lite.session import Session
 from spmoe_lite.slab import make_slab
 from spmoe_lite.slots import POLICIES, SlotTable
 from spmoe_lite.stats import Counters
-from spmoe_lite.store import PREFILL_ROWS, ExpertStore
+from spmoe_lite.store import ExpertStore
 from spmoe_lite.tokenizer import Tokenizer
 
 log = logging.getLogger("spmoe_lite")
@@ -71,6 +72,7 @@ log = logging.getLogger("spmoe_lite")
 DEFAULT_CONTEXT = 8192
 DEFAULT_DRAFT_TOKENS = 4
 MAX_DRAFT_TOKENS = 31  # a verify pass of at most 32 rows
+WARM_UP = ((1, 0), (17, 0), (33, 0), (128, 0), (1, 128))  # rows of a pass, tokens before it
 
 
 class Engine:
@@ -433,9 +435,11 @@ class Engine:
                 draft_packs[0], every, policy, window, Counters(), cancel, on_progress
             )
             draft_kv = self._kv_cache(draft, window)
+        predictor = None
         if draft is not None and store is not None and prefetch and not store.table.all_fit:
             if ExpertPredictor.fits(c, draft.config):
-                self._prefetcher = Prefetcher(store, ExpertPredictor(target, critical))
+                predictor = ExpertPredictor(target, critical)
+                self._prefetcher = Prefetcher(store, predictor)
             else:
                 self.notices.append(
                     f"no prefetching: {draft_packs[0].name} has other layers or another width than "
@@ -445,7 +449,7 @@ class Engine:
             models = [(target, target_kv)]
             if draft is not None and draft_kv is not None:
                 models.append((draft, draft_kv))
-            self._warm_up(models, length.most, cancel, on_progress)
+            self._warm_up(models, predictor, cancel, on_progress)
         self.profile_path = self._profile_path(home)
         self.decoder = Decoder(
             target,
@@ -504,24 +508,34 @@ class Engine:
     def _warm_up(
         self,
         models: Sequence[tuple[Transformer, KVCache]],
-        draft_tokens: int,
+        predictor: ExpertPredictor | None,
         cancel: threading.Event | None,
         on_progress: OnProgress | None,
     ) -> None:
-        """Compile every kernel that decoding needs, so that no answer waits for a compiler."""
+        """Compile every kernel that answers need, so that none of them waits for a compiler.
+
+        Which kernels a pass takes depends on how many rows it has, in four classes, and on whether it
+        looks back over more than one part of the context. In prefill the tile of the experts
+        depends on how many rows an expert has; `_launch_tiles` makes each choice once.
+        """
         passes = [
-            (model, kv, rows)
+            (model, kv, rows, start)
             for model, kv in models
-            for rows in (1, draft_tokens + 1, PREFILL_ROWS + 1)
-            if rows <= kv.capacity
+            for rows, start in WARM_UP
+            if start + rows <= kv.capacity
         ]
-        for done, (model, kv, rows) in enumerate(passes):
+        for done, (model, kv, rows, start) in enumerate(passes):
             check(cancel)
             if on_progress is not None:
                 on_progress(Progress("warm up", done, len(passes), "passes"))
+            kv.truncate(start)
             try:
                 with current(self.device):
                     model.forward([0] * rows, kv)
+                    if start + rows == 1:
+                        _launch_tiles(model)
+                    if predictor is not None and done == 0:
+                        predictor.predict(0, 0, model.norm.new_zeros(1, model.config.hidden_size))
                 synchronize(self.device)
             except (SpmoeError, OSError):
                 raise
@@ -534,6 +548,7 @@ class Engine:
                 raise UnsupportedError(
                     f"the kernels do not run on {self.device} ({reason}): use --device cpu"
                 ) from error
+        for _, kv in models:
             kv.truncate(0)
 
     @torch.inference_mode()
@@ -549,6 +564,22 @@ class Engine:
             draft.forward([0], kv).sum().item()
             times.append((time.perf_counter() - started) * 1e3)
         return Profile(copy_ms, min(times), min(times) / len(target.blocks))
+
+
+def _launch_tiles(model: Transformer) -> None:
+    """Each tile that the experts may have in prefill, over experts that no row asks for."""
+    layout = model.layout
+    if layout is None:
+        return
+    rows, choices = 128, model.config.num_experts_per_tok
+    x = model.norm.new_zeros(rows, layout.hidden_size)
+    experts = x.new_zeros(rows, choices, dtype=torch.int32)
+    hidden = x.new_empty(rows, choices, layout.intermediate_size)
+    out = x.new_empty(rows, choices, layout.hidden_size)
+    for columns in (16, 32, 64, 128):
+        use = x.new_full((rows * choices // columns, 3), -1, dtype=torch.int64)
+        expert_up(x, experts, use, layout, out=hidden)
+        expert_down(hidden, experts, use, layout, out=out)
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:

@@ -138,9 +138,9 @@ def test_kind_k_o30_kernels_that_do_not_run_are_one_line_at_load(tmp_path, failu
         target, kv = engine.decoder.target, engine.decoder.session.target_kv
         before = engine.generate([1, 5, 6], max_tokens=6).result.token_ids
         seen = []
-        engine._warm_up([(target, kv)], 4, None, seen.append)
+        engine._warm_up([(target, kv)], None, None, seen.append)
         assert kv.length == 0
-        assert [(p.done, p.total) for p in seen] == [(0, 3), (1, 3), (2, 3)]
+        assert [(p.done, p.total) for p in seen] == [(i, 5) for i in range(5)]
         assert engine.generate([1, 5, 6], max_tokens=6).result.token_ids == before
 
         def failing(tokens, kv):
@@ -148,7 +148,7 @@ def test_kind_k_o30_kernels_that_do_not_run_are_one_line_at_load(tmp_path, failu
 
         target.forward = failing
         with pytest.raises(error, match=words) as info:
-            engine._warm_up([(target, kv)], 4, None, None)
+            engine._warm_up([(target, kv)], None, None, None)
         assert "\n" not in str(info.value)
 
 
