@@ -87,3 +87,36 @@ def test_rope_is_a_rotation_of_lane_pairs(rope, dtype, tokens, heads, heads_kv, 
         turned = torch.complex(low, high) * torch.exp(1j * angle.double())[:, None]
         assert got.dtype == dtype and got.shape == x.shape
         assert_near(got, torch.cat((turned.real, turned.imag), dim=-1))
+
+
+@pytest.mark.parametrize("rope", [rope_triton, rope_reference])
+def test_rope_of_columns_of_one_matrix_is_rope_of_their_copies(rope, device):
+    """q and k as the model has them: a product's columns, tokens further apart than their heads."""
+    q, k, _ = torch.randn(5, 8, 16).to(device).split([4, 3, 1], 1)
+    angle = torch.randn(5, 8, device=device)
+    views = rope(q, k, angle.cos(), angle.sin())
+    copies = rope(q.contiguous(), k.contiguous(), angle.cos(), angle.sin())
+    spread = rope(q.transpose(1, 2).contiguous().transpose(1, 2), k, angle.cos(), angle.sin())
+    for turned, other, third in zip(views, copies, spread, strict=True):
+        assert turned.is_contiguous()
+        assert torch.equal(turned, other) and torch.equal(turned, third)
+
+
+@pytest.mark.parametrize("norm", [rms_norm_triton, rms_norm_reference])
+def test_norm_of_a_row_does_not_depend_on_the_others(norm, device):
+    x, weight = torch.randn(7, 100).to(device, torch.float16), torch.randn(100).to(device)
+    whole = norm(x, weight, 1e-5)
+    for tokens in range(1, 7):
+        assert torch.equal(norm(x[tokens:], weight, 1e-5), whole[tokens:])
+    assert norm(x[:0], weight, 1e-5).shape == (0, 100)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [576, 2048, 4096, 7168])
+def test_norm_bits_on_the_gpu_do_not_depend_on_the_others(hidden):
+    x = torch.randn(600, hidden, device="cuda").bfloat16()
+    weight = torch.randn(hidden, device="cuda").bfloat16()
+    whole = rms_norm_triton(x, weight, 1e-5)
+    for tokens in [*range(1, 33), 300]:
+        rows = slice(tokens, 2 * tokens)
+        assert torch.equal(rms_norm_triton(x[rows], weight, 1e-5), whole[rows])
