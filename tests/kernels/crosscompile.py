@@ -26,7 +26,12 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from spmoe_lite.config import ExpertLayout  # noqa: E402
-from spmoe_lite.kernels import attention_triton, expert_gemm_triton, linear_triton  # noqa: E402
+from spmoe_lite.kernels import (  # noqa: E402
+    attention_triton,
+    expert_gemm_triton,
+    gate_triton,
+    linear_triton,
+)
 
 HIDDEN, INNER, CHOICES, EXPERTS = 4096, 14336, 2, 8
 EXPERT_JOBS = [("up", 1), ("up", 32), ("up", 256), ("up", 512), ("down", 1), ("down", 512)]
@@ -128,12 +133,19 @@ def expert_call(kind: str, tokens: int, dtype: torch.dtype, name: str):
     return lambda: expert_gemm_triton.expert_down_triton(h, experts, use, layout, out)
 
 
+def gate_call(experts: int, hidden: int, choices: int, dtype: torch.dtype):
+    x, router = torch.empty(5, hidden, dtype=dtype), torch.empty(experts, hidden, dtype=dtype)
+    return lambda: gate_triton.norm_gate_topk_triton(x, x[0], 1e-5, router, choices)
+
+
 def jobs(capability: tuple[int, int]):
     """(module, call) of most tiles on 8.6 and 9.0, of those that need most elsewhere."""
     name, dtype = ("fp16", torch.float16) if capability < (8, 0) else ("bf16", torch.bfloat16)
     brief = capability not in ((8, 6), (9, 0))
     for kind, tokens in [("up", 1), ("up", 512)] if brief else EXPERT_JOBS:
         yield expert_gemm_triton, expert_call(kind, tokens, dtype, name)
+    for sizes in [(128, 2048, 8)] if brief else [(8, 4096, 2), (128, 2048, 8)]:
+        yield gate_triton, gate_call(*sizes, dtype)
     for tokens in () if brief else (1, 512):
         x, w = torch.empty(tokens, 4096, dtype=dtype), torch.empty(4096, 4096, dtype=dtype)
         yield linear_triton, lambda x=x, w=w: linear_triton.linear_triton(x, w)

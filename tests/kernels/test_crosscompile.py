@@ -38,6 +38,7 @@ def test_every_card_was_compiled_for(compiled):
         "_linear_kernel",
         "_attention_kernel",
         "_merge_kernel",
+        "_gate_kernel",
     }
 
 
@@ -50,6 +51,13 @@ def test_weights_are_loaded_sixteen_bytes_at_a_time(compiled):
                 assert "v4.b32" in entry["loads"], entry
             else:
                 assert entry["async_bytes"] == [16], entry
+
+
+def test_the_router_is_loaded_sixteen_bytes_at_a_time(compiled):
+    for entry in compiled:
+        if entry["kernel"] == "_gate_kernel":
+            assert "v4.b32" in entry["loads"] and not {"b16", "b8"} & set(entry["loads"]), entry
+            assert entry["stack"] == 0, entry
 
 
 def test_shared_memory_fits_and_registers_do_not_spill(compiled):
