@@ -9,5 +9,6 @@
 | `norm.py`, `rope.py` | RMS norm; rotary embedding |
 
 The device decides: a CPU tensor takes the reference, a CUDA tensor the kernel of `*_triton.py`,
-which is imported at that moment and not before. Nothing here knows of slots, files or models.
+which is imported at that moment and not before. Nothing here knows of slots, files or models; but
+`cache_triton.py` sees to it that compiled kernels have a folder.
 """
