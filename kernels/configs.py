@@ -11,10 +11,15 @@ differ in everything but the kind of matrix instruction. On 9.0 that is wgmma: n
 64 and warps of 4 in all 16-bit entries, or none would be.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
+
+if TYPE_CHECKING:
+    from spmoe_lite.config import Scheme
 
 FEW, SOME = 16, 32  # decode and verify: one column tile holds all tokens; beyond is prefill
 
@@ -86,16 +91,39 @@ _HOPPER: _Table = {  # 9.0
 }
 
 
-def tiles(capability: tuple[int, int], dtype: torch.dtype, kind: Kind) -> tuple[Tile, ...]:
-    """Every entry for this card, dtype and product, the narrowest first."""
+# Quantised weights: k is not used, a step is 128 columns (256 at a group of 128).
+_HOPPER_CODES: _Table = dict.fromkeys(
+    ("up", "down", "dense"),
+    (
+        Tile(64, 0, 16, 4, 4),
+        Tile(64, 0, 32, 4, 4),
+        Tile(128, 0, 64, 4, 3),
+        Tile(128, 0, 128, 8, 3),
+    ),
+)
+_AMPERE_CODES: _Table = _HOPPER_CODES
+
+
+def tiles(
+    capability: tuple[int, int], dtype: torch.dtype, kind: Kind, scheme: Scheme | None = None
+) -> tuple[Tile, ...]:
+    """Every entry for this card, dtype (of x), product and weights, the narrowest first."""
     if dtype.itemsize == 4 or capability < (8, 0):
         return _SCALAR[kind]
+    if scheme is not None:
+        return (_HOPPER_CODES if capability[0] == 9 else _AMPERE_CODES)[kind]
     return (_HOPPER if capability[0] == 9 else _AMPERE)[kind]
 
 
-def tile(capability: tuple[int, int], dtype: torch.dtype, kind: Kind, columns: int) -> Tile:
+def tile(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    kind: Kind,
+    columns: int,
+    scheme: Scheme | None = None,
+) -> Tile:
     """The narrowest entry that holds `columns` token columns, else the widest there is."""
-    entries = tiles(capability, dtype, kind)
+    entries = tiles(capability, dtype, kind, scheme)
     return next((entry for entry in entries if entry.t >= columns), entries[-1])
 
 

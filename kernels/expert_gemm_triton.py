@@ -25,14 +25,15 @@ import torch
 import triton
 import triton.language as tl
 
+from spmoe_lite.config import scheme_of
+
 from .configs import SOME, Kind, capability_of, tile
 from .expert_gemm import DTYPES
-from .tile_triton import dot_tile
+from .tile_triton import TRITON_DTYPES, dot_tile, dot_tile_quantized, scheme_constants
 
 if TYPE_CHECKING:
     from spmoe_lite.config import ExpertLayout
 
-TRITON_DTYPES = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
 ORDER_BLOCK = 1024
 COMBINE_BLOCK = 1024
 
@@ -75,9 +76,14 @@ def _expert_gemm_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     CHOICES: tl.constexpr,
-    FIRST: tl.constexpr,  # elements from the expert's start to gate, or to down
-    UP_ROWS: tl.constexpr,  # rows of length K from gate to up, if GATED
-    WEIGHT: tl.constexpr,  # dtype
+    FIRST: tl.constexpr,  # bytes from the expert's start to gate, or to down
+    UP: tl.constexpr,  # bytes from gate to up, if GATED
+    SCALES: tl.constexpr,  # bytes from a matrix's start to its scales, if BITS
+    WEIGHT: tl.constexpr,  # dtype of float weights, or what codes are turned into
+    BITS: tl.constexpr,  # of a code; 0: float weights
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+    FAST: tl.constexpr,
     GATED: tl.constexpr,
     LISTED: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -110,20 +116,44 @@ def _expert_gemm_kernel(
     OUT_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     local = tl.arange(0, BLOCK_N)
     n = weight_tile * OUT_N + local % OUT_N
-    rows = (n if N % OUT_N == 0 else tl.minimum(n, N - 1)).to(tl.int64) + local // OUT_N * UP_ROWS
+    n = n if N % OUT_N == 0 else tl.minimum(n, N - 1)
+    half = local // OUT_N
     pair = pair.to(tl.int64)
     tokens = pair // CHOICES if GATED else pair
+    copies = (copy_to != 0) & (row_tile == 0)
     # multiple_of after the cast, or no load is wider than one element.
-    w_ptr = tl.multiple_of(address.to(tl.pointer_type(WEIGHT)), 16) + FIRST
-    if (copy_to != 0) & (row_tile == 0):
-        copy_ptr = tl.multiple_of(copy_to.to(tl.pointer_type(WEIGHT)), 16) + FIRST
-        y = dot_tile(
-            w_ptr, x_ptr, copy_ptr, rows, tokens, mine, 0, K, K, True, BLOCK_N, BLOCK_K, BLOCK_T
-        )
+    if BITS == 0:
+        BYTES: tl.constexpr = WEIGHT.primitive_bitwidth // 8
+        rows = n.to(tl.int64) + half * (UP // (K * BYTES))
+        w_ptr = tl.multiple_of(address.to(tl.pointer_type(WEIGHT)), 16) + FIRST // BYTES
+        if copies:
+            copy_ptr = tl.multiple_of(copy_to.to(tl.pointer_type(WEIGHT)), 16) + FIRST // BYTES
+            y = dot_tile(
+                w_ptr, x_ptr, copy_ptr, rows, tokens, mine, 0, K, K, True, BLOCK_N, BLOCK_K, BLOCK_T
+            )
+        else:
+            y = dot_tile(
+                w_ptr, x_ptr, w_ptr, rows, tokens, mine, 0, K, K, False, BLOCK_N, BLOCK_K, BLOCK_T
+            )
     else:
-        y = dot_tile(
-            w_ptr, x_ptr, w_ptr, rows, tokens, mine, 0, K, K, False, BLOCK_N, BLOCK_K, BLOCK_T
+        code_rows, scale_rows = n * (4 * BITS) + half * (UP // 2), n + half * (UP // 4)
+        codes_ptr = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), 16) + FIRST // 2
+        scales_ptr = (
+            tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16) + (FIRST + SCALES) // 4
         )
+        if copies:
+            copy_ptr = tl.multiple_of(copy_to.to(tl.pointer_type(tl.int16)), 16) + FIRST // 2
+            copy_scales = tl.multiple_of(copy_to.to(tl.pointer_type(tl.int32)), 16)
+            copy_scales += (FIRST + SCALES) // 4
+            y = dot_tile_quantized(
+                codes_ptr, scales_ptr, x_ptr, copy_ptr, copy_scales, code_rows, scale_rows,
+                tokens, mine, 0, K, N, K, BITS, GROUP, ZEROS, WEIGHT, FAST, True, BLOCK_N, BLOCK_T,
+            )  # fmt: skip
+        else:
+            y = dot_tile_quantized(
+                codes_ptr, scales_ptr, x_ptr, codes_ptr, scales_ptr, code_rows, scale_rows,
+                tokens, mine, 0, K, N, K, BITS, GROUP, ZEROS, WEIGHT, FAST, False, BLOCK_N, BLOCK_T,
+            )  # fmt: skip
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(y, (2, OUT_N, BLOCK_T)), (1, 2, 0)))
         y = gate / (1.0 + tl.exp(-gate)) * up
@@ -159,13 +189,7 @@ def expert_up_triton(
     out: torch.Tensor,
 ) -> None:
     """Launch gate, up and SwiGLU; arguments as `expert_up`."""
-    bytes_per_weight = DTYPES[layout.dtype].itemsize
-    first = layout.gate_offset // bytes_per_weight
-    up_rows, rest = divmod(
-        layout.up_offset - layout.gate_offset, layout.hidden_size * bytes_per_weight
-    )
-    assert rest == 0, "gate and up must lie a whole number of rows apart"
-    _launch(x, experts, use, layout, out, "up", first, up_rows)
+    _launch(x, experts, use, layout, out, "up", layout.gate_offset)
 
 
 def expert_down_triton(
@@ -176,8 +200,7 @@ def expert_down_triton(
     out: torch.Tensor,
 ) -> None:
     """Launch down; arguments as `expert_down`."""
-    first = layout.down_offset // DTYPES[layout.dtype].itemsize
-    _launch(h, experts, use, layout, out, "down", first, 0)
+    _launch(h, experts, use, layout, out, "down", layout.down_offset)
 
 
 def combine_triton(partial: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -199,7 +222,6 @@ def _launch(
     out: torch.Tensor,
     kind: Kind,
     first: int,
-    up_rows: int,
 ) -> None:
     tokens, choices = experts.shape
     lines = len(use)
@@ -209,7 +231,8 @@ def _launch(
     assert out.is_contiguous() and use.dtype == torch.int64 and experts.dtype == torch.int32
     listed = tokens > SOME
     columns = tokens * choices // lines if listed else tokens
-    config = tile(capability_of(x), DTYPES[layout.dtype], kind, columns)
+    capability, scheme = capability_of(x), scheme_of(layout.dtype)
+    config = tile(capability, DTYPES.get(layout.dtype, x.dtype), kind, columns, scheme)
     order = counts = use  # not read unless listed
     if listed:
         order = experts.new_empty(lines, tokens)
@@ -226,11 +249,15 @@ def _launch(
             enable_fp_fusion=True,
         )
     n, k = out.shape[-1], x.shape[-1]
+    up = layout.up_offset - layout.gate_offset
+    weight = DTYPES.get(layout.dtype, x.dtype)
+    assert scheme is not None or up % (k * weight.itemsize) == 0, "whole rows from gate to up"
     out_n = config.n // 2 if kind == "up" else config.n
     grid = (triton.cdiv(tokens, config.t) if listed else 1, triton.cdiv(n, out_n), lines)
     _expert_gemm_kernel[grid](
         x, experts, use, order, counts, out, tokens,
-        N=n, K=k, CHOICES=choices, FIRST=first, UP_ROWS=up_rows, WEIGHT=TRITON_DTYPES[layout.dtype],
+        N=n, K=k, CHOICES=choices, FIRST=first, UP=up if kind == "up" else 0, WEIGHT=TRITON_DTYPES[weight],
+        SCALES=0 if scheme is None else scheme.parts(n, k)[0], **scheme_constants(x.dtype, scheme),
         GATED=kind == "up", LISTED=listed, BLOCK_N=config.n, BLOCK_K=config.k, BLOCK_T=config.t,
         BLOCK_C=triton.next_power_of_2(choices),
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
