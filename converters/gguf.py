@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType
 
+from spmoe_lite.config import Scheme
 from spmoe_lite.converters.gguf_file import (
     MAGIC,
     PLAIN,
@@ -40,9 +41,10 @@ from spmoe_lite.converters.gguf_file import (
     split_parts,
 )
 from spmoe_lite.converters.gguf_tokenizer import tokenizer_files
-from spmoe_lite.converters.source import SourceTensor
+from spmoe_lite.converters.source import Piece, SourceTensor
 from spmoe_lite.errors import DamagedError, NotFoundError, UnsupportedError
 from spmoe_lite.manifest import naming, printable
+from spmoe_lite.quant import QuantizedMatrix
 
 MAX_EXPERTS = 4096
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -210,6 +212,10 @@ class GgufCheckpoint:
         read_rows(part.tensor, first * head, pairs)
         halves = pairs.view(last - first, head // 2, 2, -1).transpose(1, 2).reshape(len(pairs), -1)
         out.copy_(halves[rows.start - first * head :][: len(rows)].view(out.shape))
+
+    def read_quantized(self, piece: Piece, scheme: Scheme) -> QuantizedMatrix | None:
+        """None: every matrix is read as floats and quantised anew."""
+        return None
 
     def text_files(self) -> dict[str, bytes]:
         """tokenizer.json, tokenizer_config.json, special_tokens_map.json, generation_config.json

@@ -2,15 +2,14 @@
 
 A shard is dropped when every layer that has experts in it is in the pack, read back and found as written.
 The few dense tensors in it (attention, norms, router) are kept until the end in a spool file of its own, a
-safetensors file in the partial folder with the pack's names and dtype. A run that was killed finds finished
-layers and spool files again and fetches no shard that it is done with. Shards that were in the hub cache
-before are used and left alone.
+safetensors file in the partial folder with the pack's names, in its dtype or, where that is a scheme, in
+the source's. A run that was killed finds finished layers and spool files again and fetches no shard that it
+is done with. Shards that were in the hub cache before are used and left alone.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import shutil
 import threading
@@ -20,11 +19,19 @@ from typing import Protocol
 
 import torch
 
-from spmoe_lite.config import DTYPE_BYTES
+from spmoe_lite.config import scheme_of
 from spmoe_lite.converters.recipe import Recipe, check_tensor, read_as
 from spmoe_lite.converters.source import Checkpoint, Piece, Source, SourceTensor, TensorFiles
 from spmoe_lite.errors import DamagedError, UnsupportedError
-from spmoe_lite.manifest import SAFETENSORS_DTYPES, layer_file, naming, read_header, write_header
+from spmoe_lite.manifest import (
+    EMBED,
+    Dtypes,
+    layer_file,
+    naming,
+    read_header,
+    stored_as,
+    write_header,
+)
 from spmoe_lite.pack import PackWriter
 from spmoe_lite.progress import OnProgress, check
 
@@ -55,6 +62,15 @@ class Repository(Protocol):
     def drop(self, name: str) -> int: ...
 
 
+def spool_dtypes(dtypes: Dtypes, natural: Dtypes) -> Dtypes:
+    """Floats: of the pack, or of the source for what is to be quantised, once and from its own values."""
+
+    def kept(dtype: str) -> str:
+        return dtype if scheme_of(dtype) is None else natural.dense
+
+    return Dtypes(dtypes.dense, kept(dtypes.linear), kept(dtypes.embed), dtypes.experts)
+
+
 class Shards:
     """The shards of one hub checkpoint while it is converted layer by layer."""
 
@@ -82,17 +98,18 @@ class Shards:
     def _file(self, piece: Piece) -> str:
         return self.source.tensors[piece.name].file
 
-    def source_dtypes(self) -> tuple[str, str]:
-        """(dense, experts) of the first tensors of both kinds, which are fetched for it."""
-        embeddings, expert = self.recipe.dense["embed_tokens.weight"], self.recipe.experts[0][0][0]
+    def source_dtypes(self) -> Dtypes:
+        """Those of the first dense tensor and the first expert, which are fetched for it."""
+        embeddings, expert = self.recipe.dense[EMBED], self.recipe.experts[0][0][0]
         self._need(embeddings)
         self._need(expert)
         tensors = self.source.tensors
-        return tensors[embeddings.name].dtype, tensors[expert.name].dtype
+        return Dtypes.floats(tensors[embeddings.name].dtype, tensors[expert.name].dtype)
 
-    def adopt(self, partial: Path, dense_dtype: str, natural: tuple[str, str | None]) -> None:
+    def adopt(self, partial: Path, dtypes: Dtypes, natural: Dtypes) -> None:
         """Take up the spool files of an earlier run; from here on dtypes may not vary from `natural`."""
-        self.folder, self.dense_dtype, self.natural = partial / SPOOL, dense_dtype, natural
+        self.folder, self.natural = partial / SPOOL, natural
+        self.kept = spool_dtypes(dtypes, natural)
         for shard in self._layers:
             if (self.folder / shard).is_file():
                 self._use_spool(shard)
@@ -101,7 +118,7 @@ class Shards:
         """Fetch the shards that hold experts of `layer`."""
         for piece in (piece for expert in self.recipe.experts[layer] for piece in expert):
             self._need(piece)
-            self._same_dtype(piece, self.natural[1])
+            self._same_dtype(piece, self.natural.experts)
 
     def dense(self, name: str) -> tuple[Source | TensorFiles, Piece]:
         """Where to read a dense tensor of the pack: its spool file, or the shard, fetched for it."""
@@ -109,7 +126,7 @@ class Shards:
         if name in self._spools:
             return self._spools[name], Piece(name, piece.shape)
         self._need(piece)
-        self._same_dtype(piece, self.natural[0])
+        self._same_dtype(piece, self.natural.dense)
         return self.source, piece
 
     def layer_done(self, layer: int, writer: PackWriter) -> None:
@@ -152,24 +169,22 @@ class Shards:
             )
 
     def _write_spool(self, shard: str) -> None:
-        """Write the shard's dense tensors in the pack's dtype; flushed and read back before the rename."""
+        """Write the shard's dense tensors; flushed and read back before the rename."""
         names = self._dense.get(shard, [])
         pieces = {name: self.recipe.dense[name] for name in names}
-        path, size = self.folder / shard, DTYPE_BYTES[self.dense_dtype]
-        spelling = SAFETENSORS_DTYPES[self.dense_dtype]
-        header = write_header(
-            {n: (spelling, p.shape, size * math.prod(p.shape)) for n, p in pieces.items()}
-        )
+        path = self.folder / shard
+        entries = [stored_as(n, self.kept.of(n), p.shape) for n, p in pieces.items()]
+        header = write_header(dict(sum(entries, [])))
         temporary = path.with_name(shard + ".tmp")
         with naming(path, "write"):
             self.folder.mkdir(exist_ok=True)
             digest = hashlib.sha256(header)
             with open(temporary, "wb") as file:
                 file.write(header)
-                for piece in pieces.values():
+                for name, piece in pieces.items():
                     check(self.cancel)
-                    self._same_dtype(piece, self.natural[0])
-                    tensor = read_as(self.source, piece, self.dense_dtype)
+                    self._same_dtype(piece, self.natural.dense)
+                    tensor = read_as(self.source, piece, self.kept.of(name))
                     data = tensor.reshape(-1).view(torch.uint8).numpy().data
                     digest.update(data)
                     file.write(data)
@@ -185,7 +200,7 @@ class Shards:
         with naming(path, "read"), open(path, "rb", buffering=0) as file:
             header, size = read_header(file, path), os.fstat(file.fileno()).st_size
         tensors = {
-            name: SourceTensor(self.dense_dtype, entry.shape, shard, entry.start)
+            name: SourceTensor(self.kept.of(name), entry.shape, shard, entry.start)
             for name, entry in header.items()
         }
         files = TensorFiles(SPOOL, tensors, {shard: size}, lambda name: self.folder / name)

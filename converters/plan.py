@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from spmoe_lite.config import DTYPE_BYTES, ModelConfig
+from spmoe_lite.config import ModelConfig
 from spmoe_lite.errors import CapacityError
-from spmoe_lite.manifest import dense_shapes, expert_layout
+from spmoe_lite.manifest import Dtypes, dense_entries, expert_layout
 
 CONFIRM_BYTES = 10 * 10**9  # above this a person is asked
 SPARE_BYTES = (
@@ -36,8 +35,7 @@ class ConvertPlan:
     revision: str | None
     path: Path  # the pack to be
     family: str
-    dense_dtype: str
-    expert_dtype: str | None
+    dtypes: Dtypes
     download_bytes: int
     pack_bytes: int
     volumes: tuple[Volume, ...]
@@ -49,11 +47,8 @@ class ConvertPlan:
         return self.download_bytes + self.pack_bytes > CONFIRM_BYTES
 
     def __str__(self) -> str:
-        dtypes = self.dense_dtype
-        if self.expert_dtype:
-            dtypes = f"experts {self.expert_dtype}, all else {self.dense_dtype}"
         revision = f" at {self.revision[:12]}" if self.revision else ""
-        lines = [f"{self.label}{revision}: {self.family}, {dtypes}"]
+        lines = [f"{self.label}{revision}: {self.family}, {self.dtypes}"]
         if self.download_bytes:
             lines.append(f"download: {_size(self.download_bytes)}")
         lines.append(f"pack: {_size(self.pack_bytes)} in {self.path}")
@@ -67,9 +62,9 @@ class ConvertPlan:
         return "\n".join(lines)
 
 
-def dense_bytes(config: ModelConfig, dtype: str) -> int:
-    """Bytes of all dense tensors in `dtype`."""
-    return sum(math.prod(shape) for shape in dense_shapes(config).values()) * DTYPE_BYTES[dtype]
+def dense_bytes(config: ModelConfig, dtypes: Dtypes) -> int:
+    """Bytes of all dense tensors."""
+    return sum(entry.size for entry in dense_entries(config, dtypes).values())
 
 
 def layer_bytes(config: ModelConfig, dtype: str | None) -> int:
@@ -80,9 +75,10 @@ def layer_bytes(config: ModelConfig, dtype: str | None) -> int:
     return layout.stride * config.num_local_experts
 
 
-def pack_bytes(config: ModelConfig, dense: str, experts: str | None) -> int:
+def pack_bytes(config: ModelConfig, dtypes: Dtypes) -> int:
     """Bytes of all tensors of the pack."""
-    return dense_bytes(config, dense) + config.num_hidden_layers * layer_bytes(config, experts)
+    layers = config.num_hidden_layers * layer_bytes(config, dtypes.experts)
+    return dense_bytes(config, dtypes) + layers
 
 
 def folder_bytes(folder: Path) -> int:

@@ -1,33 +1,36 @@
 """Which tensor of a source becomes which part of the pack, decided in full before a byte is written.
 
 `match` finds every tensor that the config demands under exactly one of its names, checks shape and
-dtype, and refuses what is missing, there twice, already quantised, or unknown. `read_as` then reads one
-piece in the pack's dtype; integers never get there, non-finite weights and values that a narrower float
-cannot hold are refused by name. Casting rounds to nearest even.
+dtype, and refuses what is missing, there twice, already quantised, or unknown. `read_weight` then reads
+one piece in the pack's dtype, cast or quantised; integers never get there, non-finite weights and values
+that a narrower float cannot hold are refused by name. Casting rounds to nearest even.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
 import torch
 
-from spmoe_lite.config import ModelConfig
+from spmoe_lite.config import ModelConfig, Scheme, scheme_of
 from spmoe_lite.converters import llama, mistral, mixtral
 from spmoe_lite.converters.source import BLOCK_BYTES, Piece, Source, SourceTensor, TensorFiles
 from spmoe_lite.errors import DamagedError, UnsupportedError
-from spmoe_lite.manifest import dense_shapes
-from spmoe_lite.pack import TORCH_DTYPES
+from spmoe_lite.manifest import EMBED, HEAD, Dtypes, dense_shapes
+from spmoe_lite.pack import TORCH_DTYPES, Weight
+from spmoe_lite.progress import check
+from spmoe_lite.quant import QuantizedMatrix, quantize, unpack_scales, view_matrix
 
 FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": mistral, "mixtral": mixtral}
-HEAD = "lm_head.weight"
 DECODED_BYTES = (
     256 << 20
 )  # the same of a source that must decode, perhaps more than the rows asked for
+QUANTISED_BYTES = 32 << 20  # quantised at a time, on all cores, between two looks at `cancel`
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ def check_tensor(source: Source | TensorFiles, piece: Piece) -> None:
 
 
 def _refuse_integers(label: str, name: str, tensor: SourceTensor) -> None:
-    if tensor.is_float:
+    if tensor.is_weight:
         return
     if tensor.dtype == "F64":
         raise UnsupportedError(f"{label}: {name} is F64; save it as fp32, bf16 or fp16")
@@ -134,12 +137,12 @@ def check_tied(config: ModelConfig, source: Source, recipe: Recipe) -> None:
     """A tied model may carry its head as well, if it is the same matrix."""
     if not config.tie_word_embeddings or HEAD not in source.tensors:
         return
-    embeddings = recipe.dense["embed_tokens.weight"]
+    embeddings = recipe.dense[EMBED]
     head, embed = source.tensors[HEAD], source.tensors[embeddings.name]
     same = (head.dtype, head.shape) == (embed.dtype, embed.shape)
     if not same or not all(
         torch.equal(source.read(HEAD, rows=rows), source.read(embeddings.name, rows=rows))
-        for rows in _blocks(embed, range(embed.shape[0]), embed.shape)
+        for rows in _blocks(embed.dtype, range(embed.shape[0]), embed.shape)
     ):
         raise UnsupportedError(
             f"{source.label}: config.json ties the output head to the embeddings, but {HEAD} holds "
@@ -147,17 +150,34 @@ def check_tied(config: ModelConfig, source: Source, recipe: Recipe) -> None:
         )
 
 
-def natural_dtypes(source: Source, recipe: Recipe) -> tuple[str, str | None]:
-    """(dense, experts): the narrowest dtype that holds every source value exactly.
+def natural_dtypes(source: Source, recipe: Recipe) -> Dtypes:
+    """The narrowest dtypes that hold every source value exactly, a scheme where all are in it.
 
-    bf16 where values were quantised: what they become is fp32, and most of its bits say nothing.
+    bf16 where values were quantised in another way: what they become is fp32, and most of its bits
+    say nothing.
     """
-    dense, experts = ([source.tensors[p.name] for p in group] for group in _groups(recipe))
-    return _joined(dense), _joined(experts) if experts else None
+    kinds = Dtypes("dense", "linear", "embed", None)  # asked for the kind of a name
+    tensors: dict[str, list[SourceTensor]] = {"dense": [], "linear": [], "embed": []}
+    for name, piece in recipe.dense.items():
+        tensors[kinds.of(name)].append(source.tensors[piece.name])
+    experts = [source.tensors[piece.name] for piece in _groups(recipe)[1]]
+    floats = [tensor for tensor in sum(tensors.values(), []) if tensor.scheme is None]
+    dense = _joined(floats)
+    return Dtypes(
+        dense,
+        _scheme_of_all(tensors["linear"]) or dense,
+        _scheme_of_all(tensors["embed"]) or dense,
+        (_scheme_of_all(experts) or _joined(experts)) if experts else None,
+    )
+
+
+def _scheme_of_all(tensors: list[SourceTensor]) -> str | None:
+    dtypes = {tensor.dtype for tensor in tensors}
+    return dtypes.pop() if len(dtypes) == 1 and tensors[0].scheme is not None else None
 
 
 def quantised(source: Source, recipe: Recipe) -> tuple[bool, bool]:
-    """Whether any of (dense, experts) is stored in fewer bits than the dtype that `read` returns."""
+    """Whether any of (dense, experts) is stored in fewer bits than the dtype it is read in."""
     dense, experts = (
         any(source.tensors[piece.name].quantised for piece in group) for group in _groups(recipe)
     )
@@ -170,43 +190,116 @@ def _groups(recipe: Recipe) -> tuple[list[Piece], list[Piece]]:
 
 
 def _joined(tensors: list[SourceTensor]) -> str:
-    if any(tensor.quantised for tensor in tensors):
+    if any(tensor.quantised or tensor.scheme is not None for tensor in tensors):
         return "bf16"
     dtypes = {tensor.dtype for tensor in tensors}
     return dtypes.pop() if len(dtypes) == 1 else "fp32"
 
 
+def read_weight(
+    source: Source | TensorFiles,
+    piece: Piece,
+    dtype: str,
+    out: torch.Tensor | None = None,
+    *,
+    count: Callable[[int], None],
+    cancel: threading.Event | None,
+) -> Weight:
+    """Read one piece in any dtype of a pack, floats into `out` if given; `count` gets its bytes.
+
+    Raises as `read_as`, and `Cancelled` between blocks.
+    """
+    scheme = scheme_of(dtype)
+    if scheme is not None:
+        return _read_quantised(source, piece, scheme, count, cancel)
+    check(cancel)
+    values = read_as(source, piece, dtype, out)
+    count(values.nbytes)
+    return values
+
+
+def _read_quantised(
+    source: Source | TensorFiles,
+    piece: Piece,
+    scheme: Scheme,
+    count: Callable[[int], None],
+    cancel: threading.Event | None,
+) -> QuantizedMatrix:
+    """As the source holds it, if in just that scheme; else read and quantised block by block."""
+    check_tensor(source, piece)
+    shape = piece.shape if piece.index is None else piece.shape[1:]
+    rows = piece.rows or range(shape[0])
+    total, columns = sum(scheme.parts(len(rows), shape[1])), shape[1]
+    held = source.read_quantized(piece, scheme)
+    if held is not None:
+        if not unpack_scales(held.scales, scheme)[0].isfinite().all():
+            raise DamagedError(
+                f"{source.label}: {piece.name} has scales that are NaN or infinite; fetch it again"
+            )
+        count(total)
+        return held
+    run = torch.empty(total, dtype=torch.uint8)
+    matrix = view_matrix(run, scheme, len(rows), columns)
+    dtype, read = _values(source, piece)
+    done = 0
+    for block in _blocks(dtype, rows, shape, QUANTISED_BYTES):
+        check(cancel)
+        place = slice(block.start - rows.start, block.stop - rows.start)
+        part = quantize(read(block), scheme, name=f"{source.label}: {piece.name}")
+        for whole, some in zip(matrix.tensors(), part.tensors(), strict=True):
+            whole[:, place] = some
+        count(total * place.stop // len(rows) - done)
+        done = total * place.stop // len(rows)
+    return matrix
+
+
+def _values(
+    source: Source | TensorFiles, piece: Piece
+) -> tuple[str, Callable[[range], torch.Tensor]]:
+    """The float dtype in which a piece is read, and how to read rows of it."""
+    tensor = source.tensors[piece.name]
+    if tensor.scheme is None:
+        return tensor.dtype, lambda rows: source.read(piece.name, piece.index, rows)
+    matrix = source.read_quantized(piece, tensor.scheme)
+    assert matrix is not None  # it is in that very scheme
+    first = piece.rows.start if piece.rows else 0
+    return "fp32", lambda rows: matrix.rows_of(
+        slice(rows.start - first, rows.stop - first), torch.float32
+    )
+
+
 def read_as(
     source: Source | TensorFiles, piece: Piece, dtype: str, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Read one piece as `dtype`, into `out` if given; memory beyond the result is one block.
+    """Read one piece as the float `dtype`, into `out` if given.
 
+    Memory beyond the result is one block, and the matrix itself where the source has it quantised.
     Raises `DamagedError` for non-finite weights, `UnsupportedError` for values beyond the dtype.
     """
     check_tensor(source, piece)
-    tensor = source.tensors[piece.name]
     shape = piece.shape if piece.index is None else piece.shape[1:]
     rows = piece.rows or range(shape[0])
     if out is None:
         out = torch.empty((len(rows), *shape[1:]), dtype=TORCH_DTYPES[dtype])
+    found, read = _values(source, piece)
     block_bytes = BLOCK_BYTES if isinstance(source, TensorFiles) else DECODED_BYTES
-    for block in _blocks(tensor, rows, shape, block_bytes):
+    for block in _blocks(found, rows, shape, block_bytes):
         part = out[block.start - rows.start : block.stop - rows.start]
-        if tensor.dtype == dtype and isinstance(source, TensorFiles):
+        if source.tensors[piece.name].dtype == dtype and isinstance(source, TensorFiles):
             source.read(piece.name, piece.index, block, out=part)
             _check_finite(source, piece, part)
         else:
-            values = source.read(piece.name, piece.index, block)
+            values = read(block)
             _check_finite(source, piece, values, dtype)
             part.copy_(values)
     return out
 
 
 def _blocks(
-    tensor: SourceTensor, rows: range, shape: tuple[int, ...], block_bytes: int = BLOCK_BYTES
+    dtype: str, rows: range, shape: tuple[int, ...], block_bytes: int = BLOCK_BYTES
 ) -> list[range]:
     """Ranges of about `block_bytes` that cover `rows` of a matrix (or vector) of `shape`."""
-    row_bytes = math.prod(shape[1:]) * TORCH_DTYPES[tensor.dtype].itemsize
+    row_bytes = math.prod(shape[1:]) * TORCH_DTYPES[dtype].itemsize
     step = max(1, block_bytes // row_bytes)
     return [range(first, min(first + step, rows.stop)) for first in rows[::step]]
 

@@ -25,7 +25,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,16 @@ import torch
 
 from spmoe_lite import hub, library
 from spmoe_lite.chat_template import ChatTemplate
-from spmoe_lite.config import DTYPE_BYTES, ModelConfig, SamplingParams
+from spmoe_lite.config import (
+    DTYPE_BYTES,
+    GROUPS,
+    ModelConfig,
+    SamplingParams,
+    Scheme,
+    scheme_of,
+)
 from spmoe_lite.converters.gguf import GgufCheckpoint, is_gguf
-from spmoe_lite.converters.lowdisk import Repository, Shards
+from spmoe_lite.converters.lowdisk import Repository, Shards, spool_dtypes
 from spmoe_lite.converters.plan import (
     ConvertPlan,
     check_room,
@@ -46,36 +53,48 @@ from spmoe_lite.converters.plan import (
     volumes,
 )
 from spmoe_lite.converters.recipe import (
-    HEAD,
     Recipe,
     check_tied,
     match,
     natural_dtypes,
     quantised,
-    read_as,
+    read_weight,
 )
 from spmoe_lite.converters.source import Checkpoint, Piece, Source, SourceTensor, TensorFiles
 from spmoe_lite.errors import Cancelled, DamagedError, SpmoeError, UnsupportedError, UsageError
 from spmoe_lite.manifest import (
     DENSE,
+    FORMAT,
+    HEAD,
     JOURNAL,
     MANIFEST,
     PARTIAL,
     SUFFIX,
     TEXT_FILES,
+    Dtypes,
     check_target,
+    dense_shapes,
     layer_file,
+    misfit,
     naming,
     open_listed,
+    quantised_matrices,
     read_header,
     read_journal,
     read_manifest,
+    stored_as,
 )
-from spmoe_lite.pack import TORCH_DTYPES, Pack, PackWriter
-from spmoe_lite.progress import OnProgress, Progress, check
+from spmoe_lite.pack import TORCH_DTYPES, Pack, PackWriter, Weight
+from spmoe_lite.progress import OnProgress, Progress
 from spmoe_lite.tokenizer import Tokenizer
 
 log = logging.getLogger("spmoe_lite")
+
+QUANTISED = {  # what int8 and int4 mean, by --group; without it the group is 64
+    "int8": {group: Scheme(8, group) for group in GROUPS},
+    "int4": {group: Scheme(4, group, zeros=True) for group in GROUPS},
+}
+DEFAULT_GROUP = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +113,8 @@ def convert(
     out: str | Path | None = None,
     experts: str | None = None,
     dense: str | None = None,
+    embed: str | None = None,
+    group: int | None = None,
     force: bool = False,
     low_disk: bool = False,
     offline: bool = False,
@@ -104,15 +125,18 @@ def convert(
 ) -> ConvertResult:
     """Convert a folder, a `.gguf` file, a hub id (ORG/NAME[@REVISION]) or a short name into a pack.
 
-    The pack is `out`, or `name` (default: the source's) in the folder of packs, `home`. `experts` and
-    `dense` are "fp32", "bf16" or "fp16"; without them the source's own precision is kept. `confirm` is
-    shown the plan before anything large moves. Raises `NotFoundError`, `UnsupportedError`, `DamagedError`,
+    The pack is `out`, or `name` (default: the source's) in the folder of packs, `home`. `experts`, `dense`
+    (attention and MLP matrices) and `embed` (embeddings and head) are "fp32", "bf16", "fp16", "int8" or
+    "int4"; without them the source's own precision is kept. `group` is how many weights of a row share a
+    scale: 32, 64 (the default) or 128. Norms, routers and biases stay floats: the one that `dense` names,
+    else the one that `embed` names. `confirm` is shown the plan before anything large moves. Raises
+    `NotFoundError`, `UnsupportedError` (a model or values that the precision cannot hold), `DamagedError`,
     `NetworkError` for the source, `CapacityError` for the disk, `UsageError` where another pack is in the
     way, `Cancelled` by the event or where `confirm` returns False.
     """
     if name is not None and out is not None:
         raise UsageError("name or out, not both: out is the whole path of the pack")
-    asked = _Asked(dense, experts, force, on_progress, cancel)
+    asked = _asked(experts, dense, embed, group, force, on_progress, cancel)
     opened, short, repo = _open(source, offline, on_progress, cancel)
     with contextlib.closing(opened):
         path = _target(out, short if name is None else name, home)
@@ -179,37 +203,81 @@ def _target(out: str | Path | None, name: str, home: str | Path | None) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What the caller asked for; `None` for a dtype means the source's own."""
+    """What the caller asked for; a dtype or scheme, or None for the source's own."""
 
-    dense: str | None
     experts: str | None
+    dense: str | None
+    embed: str | None
     force: bool
     on_progress: OnProgress | None
     cancel: threading.Event | None
 
-    def __post_init__(self) -> None:
-        for flag, dtype in (("dense", self.dense), ("experts", self.experts)):
-            if dtype is not None and dtype not in DTYPE_BYTES:
-                raise UsageError(f"{flag} {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+    def dtypes(self, source: Dtypes) -> Dtypes:
+        """The pack's. All that is not quantised has one float dtype, but for the experts."""
+        floats = [dtype for dtype in (self.dense, self.embed) if dtype in DTYPE_BYTES]
+        float_dtype = floats[0] if floats else source.dense
+
+        def matrices(asked: str | None, own: str) -> str:
+            dtype = asked or own
+            return float_dtype if scheme_of(dtype) is None else dtype
+
+        return Dtypes(
+            float_dtype,
+            matrices(self.dense, source.linear),
+            matrices(self.embed, source.embed),
+            source.experts and (self.experts or source.experts),
+        )
+
+
+def _asked(
+    experts: str | None,
+    dense: str | None,
+    embed: str | None,
+    group: int | None,
+    force: bool,
+    on_progress: OnProgress | None,
+    cancel: threading.Event | None,
+) -> _Asked:
+    """The flags, checked, with `group` made part of the schemes."""
+    given = {"experts": experts, "dense": dense, "embed": embed}
+    known = [*DTYPE_BYTES, *QUANTISED]
+    for flag, dtype in given.items():
+        if dtype is not None and dtype not in known:
+            raise UsageError(f"--{flag} {dtype!r:.40} is not one of {', '.join(known)}")
+    if group is not None and group not in GROUPS:
+        raise UsageError(f"--group {group!r:.40} is not one of {', '.join(map(str, GROUPS))}")
+    if group is not None and not QUANTISED.keys() & given.values():
+        raise UsageError(
+            f"--group {group} says nothing without int8 or int4; add it to --experts, --dense or "
+            f"--embed"
+        )
+    if dense in DTYPE_BYTES and embed in DTYPE_BYTES and dense != embed:
+        raise UsageError(
+            f"--dense {dense} and --embed {embed}: all that is not quantised has one float dtype; "
+            f"give both the same, or one of them int8"
+        )
+    named = {
+        flag: str(QUANTISED[dtype][group or DEFAULT_GROUP]) if dtype in QUANTISED else dtype
+        for flag, dtype in given.items()
+        if dtype is not None
+    }
+    return _Asked(
+        named.get("experts"), named.get("dense"), named.get("embed"), force, on_progress, cancel
+    )
 
 
 @dataclass(slots=True)
 class _Model:
-    """All that a pack is made of. source_dtypes: (dense, experts or None) before any cast."""
+    """All that a pack is made of; `source_dtypes` are those before any cast."""
 
     source: TensorFiles | Source
     config: ModelConfig
     recipe: Recipe
     texts: dict[str, bytes]
     num_tokens: int
-    source_dtypes: tuple[str, str | None]
+    source_dtypes: Dtypes
     identity: dict[str, Any]
     options: dict[str, Any]
-
-    def dtypes(self, asked: _Asked) -> tuple[str, str | None]:
-        """(dense, experts) of the pack."""
-        dense, experts = self.source_dtypes
-        return asked.dense or dense, experts and (asked.experts or experts)
 
 
 def _convert_local(
@@ -219,6 +287,7 @@ def _convert_local(
     recipe = match(config, source)
     check_tied(config, source, recipe)
     model = _model(source, config, recipe, natural_dtypes(source, recipe))
+    _check_fit(config, asked.dtypes(model.source_dtypes))
     _say_unused(config, asked, path)
     if not asked.force and _is_there(path, model.identity, asked):
         return ConvertResult(path, True, None)
@@ -241,6 +310,7 @@ def _convert_hub(
     indexed = bool(source.tensors)  # names are known before the shards are here
     recipe = match(config, source) if indexed else Recipe({}, [])
     model = _model(source, config, recipe, _stated_dtypes(config, source.config))
+    _check_fit(config, asked.dtypes(model.source_dtypes))
     _say_unused(config, asked, path)
     if not asked.force and _is_there(path, model.identity, asked):
         return ConvertResult(path, True, None)
@@ -251,7 +321,8 @@ def _convert_hub(
     if low_disk:
         largest = sorted(source.sizes[name] for name in shards)[-2:]
         needs = {hub.cache_folder(): min(download, sum(largest))}
-        needs[path.parent] = dense_bytes(config, model.dtypes(asked)[0])  # the spool
+        kept = spool_dtypes(asked.dtypes(model.source_dtypes), model.source_dtypes)
+        needs[path.parent] = dense_bytes(config, kept)
     plan = _plan(model, path, asked, needs, download)
     _confirm(plan, confirm)
     if low_disk:
@@ -272,8 +343,7 @@ def _write_low_disk(
     shards = Shards(source, repo, model.recipe, asked.on_progress, asked.cancel)
     head = read_journal(path.with_name(path.name + PARTIAL)).get("head", {})
     if head.get("source") == json.loads(json.dumps(model.identity)):  # shards may be gone already
-        options = head["options"]
-        model.source_dtypes = options["source_dense"], options["source_experts"]
+        model.source_dtypes = _recorded_dtypes(head["options"])
     else:
         model.source_dtypes = shards.source_dtypes()
     _write(model, path, asked, shards)
@@ -295,6 +365,8 @@ def repack(
     *,
     experts: str | None = None,
     dense: str | None = None,
+    embed: str | None = None,
+    group: int | None = None,
     force: bool = False,
     home: str | Path | None = None,
     cancel: threading.Event | None = None,
@@ -304,16 +376,18 @@ def repack(
 
     The old pack is verified first, read instead of the original source, and replaced only when the new one
     is complete. Nothing to do is "already there". Raises `NotFoundError`, `DamagedError`, `CapacityError`,
-    `UnsupportedError` (values beyond fp16), `Cancelled`.
+    `UnsupportedError` (a model or values that the precision cannot hold), `Cancelled`.
     """
-    asked = _Asked(dense, experts, True, on_progress, cancel)
+    asked = _asked(experts, dense, embed, group, True, on_progress, cancel)
     path = library.find(name, Path(home) if home else None)
     with Pack.open(path) as pack:
         model = _packed_model(pack)
+        dtypes = asked.dtypes(pack.dtypes)
+        _check_fit(pack.config, dtypes)
         _say_unused(pack.config, asked, path)
-        newest = pack.manifest["audit"] is not None  # format 0 had none
-        if newest and not force and model.dtypes(asked) == model.source_dtypes:
+        if pack.format == FORMAT and not force and dtypes == pack.dtypes:
             return ConvertResult(path, True, None)
+        _say_lost(path, pack.dtypes, dtypes)
         plan = _plan(model, path, asked, {})
         check_room(plan)
         pack.verify(on_progress, cancel)
@@ -334,9 +408,11 @@ def _packed_model(pack: Pack) -> _Model:
                 texts[name] = file.read()
             else:
                 headers[name] = read_header(file, pack.path / name)
-    for name, entry in headers[DENSE].items():
-        tensors[name] = SourceTensor(pack.dense_dtype, entry.shape, DENSE, entry.start)
-        recipe.dense[name] = Piece(name, entry.shape)
+    for name, shape in dense_shapes(config).items():
+        dtype = pack.dtypes.of(name)
+        first, _ = stored_as(name, dtype, shape)[0]
+        tensors[name] = SourceTensor(dtype, shape, DENSE, headers[DENSE][first].start)
+        recipe.dense[name] = Piece(name, shape)
     up = (config.intermediate_size, config.hidden_size)
     for layer in range(config.num_hidden_layers if layout else 0):
         assert layout is not None
@@ -357,16 +433,15 @@ def _packed_model(pack: Pack) -> _Model:
             recipe.experts[layer].append((pieces[0], pieces[1], pieces[2]))
     sizes = {name: size for name, (size, _) in pack.files.items()}
     source = TensorFiles(pack.name, tensors, sizes, lambda name: pack.path / name)
-    dtypes = pack.dense_dtype, layout.dtype if layout else None
     options = dict(pack.manifest["options"])
-    options["repacked_from"] = [*options.get("repacked_from", ()), list(dtypes)]
+    options["repacked_from"] = [*options.get("repacked_from", ()), list(astuple(pack.dtypes))]
     return _Model(
         source=source,
         config=config,
         recipe=recipe,
         texts=texts,
         num_tokens=_num_tokens(pack.name, texts, config),
-        source_dtypes=dtypes,
+        source_dtypes=pack.dtypes,
         identity=pack.manifest["source"],
         options=options,
     )
@@ -382,6 +457,53 @@ def _config(source: Source) -> ModelConfig:
         return ModelConfig.from_hf(source.config, source.generation_config)
     except UnsupportedError as error:
         raise UnsupportedError(f"{source.label}: {error}") from error
+
+
+def _check_fit(config: ModelConfig, dtypes: Dtypes) -> None:
+    """Every quantised matrix has whole groups and an even number of rows; else what would do."""
+    for flag, dtype, name, shape in quantised_matrices(config, dtypes):
+        if fault := misfit(dtype, *shape):
+            scheme = scheme_of(dtype)
+            assert scheme is not None
+            cures = [f"--{flag} {dtypes.dense}"]
+            for group in GROUPS:
+                regrouped = _with_group(dtypes, group)
+                others = quantised_matrices(config, regrouped)
+                if not any(misfit(other, *shape) for _, other, _, shape in others):
+                    cures.insert(0, f"--group {group}")
+            raise UnsupportedError(
+                f"--{flag} int{scheme.bits} with groups of {scheme.group}: {name} {fault}; give "
+                f"{' or '.join(cures)}"
+            )
+
+
+def _with_group(dtypes: Dtypes, group: int) -> Dtypes:
+    """The same schemes with another group."""
+
+    def regrouped(dtype: str) -> str:
+        scheme = scheme_of(dtype)
+        return dtype if scheme is None else str(replace(scheme, group=group))
+
+    linear, embed = regrouped(dtypes.linear), regrouped(dtypes.embed)
+    return Dtypes(dtypes.dense, linear, embed, dtypes.experts and regrouped(dtypes.experts))
+
+
+def _say_lost(path: Path, old: Dtypes, new: Dtypes) -> None:
+    """What was quantised once cannot get better, and a second time gets a little worse."""
+    for what in ("experts", "linear", "embed"):
+        before, after = getattr(old, what), getattr(new, what)
+        if before == after or before is None or scheme_of(before) is None:
+            continue
+        loss = "lose a little more" if scheme_of(after) else "gain nothing back"
+        named = {"linear": "matrices", "embed": "embeddings"}.get(what, what)
+        log.warning(
+            "%s: %s go from %s to %s and %s; for better ones convert the original again",
+            path.name,
+            named,
+            before,
+            after,
+            loss,
+        )
 
 
 def _say_unused(config: ModelConfig, asked: _Asked, path: Path) -> None:
@@ -402,19 +524,17 @@ def _say_narrowed(source: Source, recipe: Recipe, asked: _Asked) -> None:
         )
 
 
-def _model(
-    source: Source, config: ModelConfig, recipe: Recipe, dtypes: tuple[str, str | None]
-) -> _Model:
+def _model(source: Source, config: ModelConfig, recipe: Recipe, dtypes: Dtypes) -> _Model:
     texts = source.text_files()
     num_tokens = _num_tokens(source.label, texts, config)
     return _Model(source, config, recipe, texts, num_tokens, dtypes, source.identity(), {})
 
 
-def _stated_dtypes(config: ModelConfig, raw: dict[str, Any]) -> tuple[str, str | None]:
-    """(dense, experts) as config.json states them, while the weights are still on the hub."""
+def _stated_dtypes(config: ModelConfig, raw: dict[str, Any]) -> Dtypes:
+    """As config.json states them, while the weights are still on the hub."""
     names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
     dtype = names.get(str(raw.get("dtype") or raw.get("torch_dtype")), "bf16")
-    return dtype, dtype if config.is_moe else None
+    return Dtypes.floats(dtype, dtype if config.is_moe else None)
 
 
 def _num_tokens(label: str, texts: dict[str, bytes], config: ModelConfig) -> int:
@@ -449,13 +569,12 @@ def _is_there(path: Path, identity: dict[str, Any], asked: _Asked) -> bool:
         raise DamagedError(f"{error} with --force") from error
     raw, options = manifest.raw, manifest.raw["options"]
     same = raw["source"] == json.loads(json.dumps(identity)) and "repacked_from" not in options
-    same = same and manifest.dense_dtype == (asked.dense or options.get("source_dense"))
-    if manifest.config.is_moe:
-        same = same and manifest.expert_dtype == (asked.experts or options.get("source_experts"))
+    try:
+        same = same and manifest.dtypes == asked.dtypes(_recorded_dtypes(options))
+    except (KeyError, TypeError, UnsupportedError):  # not recorded by us
+        same = False
     if not same:
-        made = f"{raw['source'].get('id', 'another source')!s:.80}, dense {manifest.dense_dtype}"
-        if manifest.config.is_moe:
-            made += f", experts {manifest.expert_dtype}"
+        made = f"{raw['source'].get('id', 'another source')!s:.80}; {manifest.dtypes}"
         raise UsageError(
             f"{path} was made of other weights or options ({made}); pass --force to replace it, or "
             f"--name for a second pack"
@@ -465,12 +584,19 @@ def _is_there(path: Path, identity: dict[str, Any], asked: _Asked) -> bool:
     return True
 
 
+def _recorded_dtypes(options: dict[str, Any]) -> Dtypes:
+    """What the source had, as `_write` noted it; packs of format 1 note two of the four."""
+    dense = options["source_dense"]
+    linear, embed = options.get("source_linear", dense), options.get("source_embed", dense)
+    return Dtypes(dense, linear, embed, options["source_experts"])
+
+
 def _plan(
     model: _Model, path: Path, asked: _Asked, extra: dict[Path, int], download: int = 0
 ) -> ConvertPlan:
     """`extra`: bytes needed in folders beside the pack's own."""
-    dense, experts = model.dtypes(asked)
-    size = pack_bytes(model.config, dense, experts)
+    dtypes = asked.dtypes(model.source_dtypes)
+    size = pack_bytes(model.config, dtypes)
     needs, there = dict(extra), folder_bytes(path.with_name(path.name + PARTIAL))
     needs[path.parent] = max(0, needs.get(path.parent, 0) + size - there)  # kept, or deleted first
     return ConvertPlan(
@@ -478,8 +604,7 @@ def _plan(
         revision=model.identity.get("revision"),
         path=path,
         family=model.config.family,
-        dense_dtype=dense,
-        expert_dtype=experts,
+        dtypes=dtypes,
         download_bytes=download,
         pack_bytes=size,
         volumes=volumes(needs),
@@ -498,13 +623,12 @@ def _confirm(plan: ConvertPlan, confirm: Callable[[ConvertPlan], bool] | None) -
 
 def _write(model: _Model, path: Path, asked: _Asked, shards: Shards | None = None) -> None:
     """Write the pack, going on from a partial one of the same source and options."""
-    dense, experts = model.dtypes(asked)
-    natural = {"source_dense": model.source_dtypes[0], "source_experts": model.source_dtypes[1]}
+    dtypes = asked.dtypes(model.source_dtypes)
+    natural = {f"source_{kind}": dtype for kind, dtype in asdict(model.source_dtypes).items()}
     writer = PackWriter(
         path,
         model.config,
-        dense,
-        experts,
+        dtypes,
         model.identity,
         natural | model.options,
         force=asked.force,
@@ -514,8 +638,8 @@ def _write(model: _Model, path: Path, asked: _Asked, shards: Shards | None = Non
     try:
         with writer:
             if shards is not None:
-                shards.adopt(writer.partial, dense, model.source_dtypes)
-            fill = _Fill(model, writer, dense, experts, asked, shards)
+                shards.adopt(writer.partial, dtypes, model.source_dtypes)
+            fill = _Fill(model, writer, asked, shards)
             try:
                 fill.run()
             except (DamagedError, UnsupportedError):
@@ -538,15 +662,13 @@ class _Fill:
         self,
         model: _Model,
         writer: PackWriter,
-        dense: str,
-        experts: str | None,
         asked: _Asked,
         shards: Shards | None,
     ) -> None:
         self.model, self.writer, self.asked, self.shards = model, writer, asked, shards
-        self.dense, self.experts = dense, experts
-        self.layer_bytes = layer_bytes(model.config, experts)
-        self.total, self.done = pack_bytes(model.config, dense, experts), 0
+        self.dtypes = writer.dtypes
+        self.layer_bytes = layer_bytes(model.config, self.dtypes.experts)
+        self.total, self.done = pack_bytes(model.config, self.dtypes), 0
 
     def run(self) -> None:
         """Write all files that an earlier run did not finish."""
@@ -561,12 +683,9 @@ class _Fill:
             if self.shards is not None:
                 self.shards.layer_done(layer, writer)
         if writer.has(DENSE):
-            self._count(dense_bytes(model.config, self.dense))
+            self._count(dense_bytes(model.config, self.dtypes))
         else:
-            writer.write_dense(
-                (name, self.dense, piece.shape, self._reader(name))
-                for name, piece in model.recipe.dense.items()
-            )
+            writer.write_dense({name: self._reader(name) for name in model.recipe.dense})
         for name, data in model.texts.items():
             writer.copy_text(name, data)
 
@@ -576,34 +695,45 @@ class _Fill:
         return {
             "layers": len(experts),
             "experts": self.model.config.num_local_experts,
-            "matrices": 3 if self.experts else 0,
+            "matrices": 3 if self.dtypes.experts else 0,
             "found": sum(len(pieces) for layer in experts for pieces in layer),
         }
 
-    def _layer(self, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """(gate, up, down) of one expert after the other, in the same memory."""
-        assert self.experts is not None
-        config, dtype = self.model.config, self.experts
+    def _layer(self, layer: int) -> Iterator[tuple[Weight, Weight, Weight]]:
+        """(gate, up, down) of one expert after the other, floats in the same memory."""
+        config, dtype = self.model.config, self.dtypes.experts
+        assert dtype is not None
         up_shape = (config.intermediate_size, config.hidden_size)
-        shapes = (up_shape, up_shape, up_shape[::-1])
-        gate, up, down = (torch.empty(shape, dtype=TORCH_DTYPES[dtype]) for shape in shapes)
+        memory: list[torch.Tensor | None] = [None, None, None]
+        if scheme_of(dtype) is None:
+            shapes = (up_shape, up_shape, up_shape[::-1])
+            memory = [torch.empty(shape, dtype=TORCH_DTYPES[dtype]) for shape in shapes]
         for pieces in self.model.recipe.experts[layer]:
-            for piece, matrix in zip(pieces, (gate, up, down), strict=True):
-                check(self.asked.cancel)
-                read_as(self.model.source, piece, dtype, matrix)
+            end = self.done + self.layer_bytes // config.num_local_experts
+            gate, up, down = (
+                self._read(self.model.source, piece, dtype, out)
+                for piece, out in zip(pieces, memory, strict=True)
+            )
             yield gate, up, down
-            self._count(self.layer_bytes // config.num_local_experts)
+            self._count(end - self.done)  # what lies between the matrices and after them
 
-    def _reader(self, name: str) -> Callable[[], torch.Tensor]:
-        def read() -> torch.Tensor:
+    def _reader(self, name: str) -> Callable[[], Weight]:
+        def read() -> Weight:
             source, piece = self.model.source, self.model.recipe.dense[name]
             if self.shards is not None:
                 source, piece = self.shards.dense(name)
-            tensor = read_as(source, piece, self.dense)
-            self._count(tensor.nbytes)
-            return tensor
+            return self._read(source, piece, self.dtypes.of(name))
 
         return read
+
+    def _read(
+        self,
+        source: TensorFiles | Source,
+        piece: Piece,
+        dtype: str,
+        out: torch.Tensor | None = None,
+    ) -> Weight:
+        return read_weight(source, piece, dtype, out, count=self._count, cancel=self.asked.cancel)
 
     def _count(self, count: int) -> None:
         self.done += count

@@ -9,6 +9,7 @@
     ignored            files that are there and are not read, for the user to see
     identity()         {"id", "revision", "files": {name: bytes}, "fingerprint"}: what the manifest keeps
     read(name, index, rows)   a tensor, or its entry `index` of dimension 0, or rows of that (a range)
+    read_quantized(piece, scheme)   a matrix whose values that scheme holds exactly, else None
     text_files()       {"tokenizer.json": bytes, ...}: what the pack carries as found
     close()            closes files
 
@@ -40,9 +41,11 @@ from typing import Any, BinaryIO, NoReturn, Protocol
 
 import torch
 
+from spmoe_lite.config import Scheme, scheme_of
 from spmoe_lite.errors import DamagedError, NotFoundError, UnsupportedError
 from spmoe_lite.manifest import TEXT_FILES, disk_error, is_whole, load_json, printable
 from spmoe_lite.pack import TORCH_DTYPES
+from spmoe_lite.quant import QuantizedMatrix, view_matrix
 
 log = logging.getLogger("spmoe_lite")
 
@@ -81,7 +84,8 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", "
 class SourceTensor:
     """One tensor of a source, not yet read.
 
-    `dtype` is "fp32", "bf16" or "fp16" when it holds weights we can take (what `read` returns), else the
+    `dtype` is "fp32", "bf16" or "fp16" when it holds weights we can take (what `read` returns); a scheme
+    ("int4-g64z") when `read_quantized` returns it in that scheme, and `read` is never asked; else the
     source's own word for it ("U8", "F8_E4M3"), which is refused wherever a weight is expected. Before
     the header of a file on the hub is here, only the name and the file are `known`. `quantised`: a GGUF
     file holds it in fewer bits than `dtype` has.
@@ -95,8 +99,16 @@ class SourceTensor:
     quantised: bool = False
 
     @property
-    def is_float(self) -> bool:
-        return self.dtype in TORCH_DTYPES or not self.known
+    def scheme(self) -> Scheme | None:
+        """The scheme of `dtype`; None for a float and for what is no weight."""
+        try:
+            return scheme_of(self.dtype)
+        except UnsupportedError:
+            return None
+
+    @property
+    def is_weight(self) -> bool:
+        return self.dtype in TORCH_DTYPES or self.scheme is not None or not self.known
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +135,7 @@ class Source(Protocol):
     def read(
         self, name: str, index: int | None = None, rows: range | None = None
     ) -> torch.Tensor: ...
+    def read_quantized(self, piece: Piece, scheme: Scheme) -> QuantizedMatrix | None: ...
     def text_files(self) -> dict[str, bytes]: ...
     def close(self) -> None: ...
 
@@ -166,6 +179,17 @@ class TensorFiles:
         assert out.shape == shape and out.dtype == dtype and out.is_contiguous()
         self._read_into(tensor.file, out.reshape(-1).view(torch.uint8).numpy().data, start)
         return out
+
+    def read_quantized(self, piece: Piece, scheme: Scheme) -> QuantizedMatrix | None:
+        """A tensor that lies in `scheme` in its file, codes and scales in one run."""
+        tensor = self.tensors[piece.name]
+        if tensor.scheme != scheme:
+            return None
+        assert piece.index is None and piece.rows is None  # only packs hold such tensors
+        rows, columns = piece.shape
+        run = torch.empty(sum(scheme.parts(rows, columns)), dtype=torch.uint8)
+        self._read_into(tensor.file, run.numpy().data, tensor.start)
+        return view_matrix(run, scheme, rows, columns)
 
     def close(self) -> None:
         """Close every file; idempotent."""

@@ -42,7 +42,7 @@ FIRST_PAIR = ("mixtral-8x7b", "mistral-7b")  # what `chat` offers to convert whe
 DEMO_PROMPT = "Give me three tips for sleeping well."
 DEMO_TOKENS = 200  # of the demo's first answer, which should end some time
 MAX_PROMPT_CHARS = 16 << 20  # a context of millions of tokens; more is a device or a mistake
-PRECISIONS = ["bf16", "fp16", "fp32"]
+PRECISIONS = ["fp32", "bf16", "fp16", "int8", "int4"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -193,6 +193,27 @@ class DraftTokens(click.ParamType):
         return value if value == "auto" else click.IntRange(0).convert(value, param, ctx)
 
 
+precision_options = options(
+    click.option(
+        "--experts",
+        type=click.Choice(PRECISIONS),
+        help="Precision of the experts: int4 is a quarter of bf16, int8 half of it and near-exact.",
+    ),
+    click.option(
+        "--dense",
+        type=click.Choice(PRECISIONS),
+        help="Of attention and MLP matrices; a float is that of norms, router and activations too.",
+    ),
+    click.option(
+        "--embed", type=click.Choice(PRECISIONS), help="Of embeddings and head; else a float."
+    ),
+    click.option(
+        "--group",
+        type=click.Choice(["32", "64", "128"]),
+        callback=lambda ctx, param, value: value and int(value),
+        help="Weights that share a scale in int8 and int4; 64 if not given, fewer are more exact.",
+    ),
+)
 model_options = options(
     click.argument("pack", required=False),
     click.option("--model", "-m", metavar="PACK", help="The same as PACK."),
@@ -491,8 +512,7 @@ def run(
     metavar="FOLDER",
     help="Write the pack to this folder.",
 )
-@click.option("--experts", type=click.Choice(PRECISIONS), help="Precision of the experts.")
-@click.option("--dense", type=click.Choice(PRECISIONS), help="Precision of all else.")
+@precision_options
 @click.option("--force", is_flag=True, help="Replace a pack made with other options.")
 @click.option("--low-disk", is_flag=True, help="Delete each downloaded file once it is packed.")
 @offline_option
@@ -597,8 +617,7 @@ def verify(pack: str) -> None:
 
 @cli.command()
 @click.argument("name")
-@click.option("--experts", type=click.Choice(PRECISIONS), help="New precision of the experts.")
-@click.option("--dense", type=click.Choice(PRECISIONS), help="New precision of all else.")
+@precision_options
 @click.option("--force", is_flag=True, help="Replace the pack though it has these options already.")
 @debug_option
 def repack(name: str, **given: Any) -> None:

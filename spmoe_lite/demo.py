@@ -136,7 +136,10 @@ def _is_there(pack: Path, source: str) -> bool:
         raise type(error)(f"{error} ({again})") from error
     found = manifest.raw["source"]
     made = {Upcycled.id: Upcycled.revision}.get(source)
-    if (found.get("id"), found.get("revision")) != (source, made) or manifest.dense_dtype != "fp32":
+    if (found.get("id"), found.get("revision")) != (
+        source,
+        made,
+    ) or manifest.dtypes.dense != "fp32":
         raise UsageError(
             f"{pack} is not the demo's (made of {found.get('id')!s:.80}); remove it first: "
             f"spmoe-lite rm {name}"

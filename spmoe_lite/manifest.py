@@ -13,6 +13,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import re
 import stat
@@ -22,7 +23,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
-from spmoe_lite.config import DTYPE_BYTES, ExpertLayout, ModelConfig
+from spmoe_lite.config import DTYPE_BYTES, ExpertLayout, ModelConfig, matrix_bytes, scheme_of
 from spmoe_lite.errors import (
     BusyError,
     CapacityError,
@@ -33,7 +34,7 @@ from spmoe_lite.errors import (
     UsageError,
 )
 
-FORMAT = 1  # written; 0 is still read
+FORMAT = 2  # written; 1 is still read
 PAGE = 4096  # the first tensor of a file starts on a multiple of this
 STRIDE_UNIT = 65536  # an expert is a whole number of these
 ALIGN = 64  # each matrix inside an expert starts on a multiple of this
@@ -41,6 +42,8 @@ ALIGN = 64  # each matrix inside an expert starts on a multiple of this
 MANIFEST = "manifest.json"
 DENSE = "dense.safetensors"
 EXPERTS = "experts"
+EMBED = "embed_tokens.weight"
+HEAD = "lm_head.weight"
 TEXT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -67,22 +70,65 @@ _DISK_FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 # What a pack holds
 
 
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One entry of a safetensors header; `start` is counted from the first byte of the file."""
+
+    dtype: str  # as safetensors spells it: F32, BF16, F16, U8, I16
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dtypes:
+    """The precision of each kind of tensor: float dtypes, or schemes ("int4-g64z").
+
+    `dense` is a float: norms, router and biases have it, and activations and the KV cache too.
+    `linear` (the projections of dense.safetensors) and `embed` (embeddings and head) are that same
+    float or a scheme; `experts` is any dtype, None for a model without experts.
+    """
+
+    dense: str
+    linear: str
+    embed: str
+    experts: str | None
+
+    @classmethod
+    def floats(cls, dense: str, experts: str | None) -> Dtypes:
+        """One float for everything but the experts."""
+        return cls(dense, dense, dense, experts)
+
+    def of(self, name: str) -> str:
+        """The dtype of a tensor of dense.safetensors."""
+        if name in (EMBED, HEAD):
+            return self.embed
+        return self.linear if name.endswith("_proj.weight") else self.dense
+
+    def __str__(self) -> str:
+        """ "experts int4-g64z, matrices int8-g64, all else bf16", as plans and `inspect` say it."""
+        named = {"experts": self.experts, "matrices": self.linear, "embeddings": self.embed}
+        other = [
+            f"{kind} {dtype}" for kind, dtype in named.items() if dtype not in (None, self.dense)
+        ]
+        return ", ".join([*other, f"all else {self.dense}"]) if other else self.dense
+
+
 def expert_layout(dtype: str, hidden: int, intermediate: int) -> ExpertLayout:
     """gate, up, down one after the other, each on a multiple of 64 bytes, zeros up to the stride.
 
     At every size in use the matrices adjoin; only odd test sizes leave a few bytes between them.
     """
-    if dtype not in DTYPE_BYTES:
-        raise UnsupportedError(f"expert dtype {dtype!r} is not one of {tuple(DTYPE_BYTES)}")
-    matrix = _round_up(hidden * intermediate * DTYPE_BYTES[dtype], ALIGN)
+    up = _round_up(matrix_bytes(dtype, intermediate, hidden), ALIGN)
+    down = _round_up(matrix_bytes(dtype, hidden, intermediate), ALIGN)
     return ExpertLayout(
         dtype=dtype,
         hidden_size=hidden,
         intermediate_size=intermediate,
         gate_offset=0,
-        up_offset=matrix,
-        down_offset=2 * matrix,
-        stride=_round_up(3 * matrix, STRIDE_UNIT),
+        up_offset=up,
+        down_offset=2 * up,
+        stride=_round_up(2 * up + down, STRIDE_UNIT),
     )
 
 
@@ -95,7 +141,7 @@ def dense_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of dense.safetensors, in the order of the file, with its shape."""
     hidden, head = config.hidden_size, config.head_dim
     q, kv = config.num_attention_heads * head, config.num_key_value_heads * head
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (config.vocab_size, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {EMBED: (config.vocab_size, hidden)}
     for i in range(config.num_hidden_layers):
         layer = f"layers.{i}"
         shapes[f"{layer}.input_norm.weight"] = (hidden,)
@@ -117,8 +163,64 @@ def dense_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{layer}.down_proj.weight"] = (hidden, config.intermediate_size)
     shapes["norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        shapes[HEAD] = (config.vocab_size, hidden)
     return shapes
+
+
+def stored_as(name: str, dtype: str, shape: tuple[int, ...]) -> list[tuple[str, Tensor]]:
+    """The entries of a safetensors file that hold one tensor; `start` counts from the first of them.
+
+    A float tensor is one entry of its name, a quantised one is NAME.codes and NAME.scales.
+    """
+    scheme = scheme_of(dtype)
+    if scheme is None:
+        size = math.prod(shape) * DTYPE_BYTES[dtype]
+        return [(name, Tensor(SAFETENSORS_DTYPES[dtype], shape, 0, size))]
+    rows, columns = shape
+    codes, scales = scheme.parts(rows, columns)
+    return [
+        (
+            f"{name}.codes",
+            Tensor("U8", (codes // (rows * scheme.run), rows, scheme.run), 0, codes),
+        ),
+        (f"{name}.scales", Tensor("I16", (scales // (rows * 4), rows, 2), codes, scales)),
+    ]
+
+
+def dense_entries(config: ModelConfig, dtypes: Dtypes) -> dict[str, Tensor]:
+    """Every entry of dense.safetensors, in the order of the file; `start` has no meaning."""
+    return {
+        entry: tensor
+        for name, shape in dense_shapes(config).items()
+        for entry, tensor in stored_as(name, dtypes.of(name), shape)
+    }
+
+
+def quantised_matrices(
+    config: ModelConfig, dtypes: Dtypes
+) -> Iterator[tuple[str, str, str, tuple[int, int]]]:
+    """(flag: "experts", "dense" or "embed"; dtype; name for messages; shape), each shape once."""
+    up = (config.intermediate_size, config.hidden_size)
+    if dtypes.experts is not None and scheme_of(dtypes.experts) is not None:
+        yield "experts", dtypes.experts, "gate of every expert", up
+        yield "experts", dtypes.experts, "down of every expert", up[::-1]
+    for name, shape in dense_shapes(config).items():
+        dtype = dtypes.of(name)
+        if scheme_of(dtype) is not None and not re.match(r"layers\.[1-9]", name):
+            flag = "embed" if name in (EMBED, HEAD) else "dense"
+            yield flag, dtype, name, (shape[0], shape[1])
+
+
+def misfit(dtype: str, rows: int, columns: int) -> str | None:
+    """Why a matrix [rows, columns] cannot be stored in `dtype`; None where it can."""
+    scheme = scheme_of(dtype)
+    if scheme is None:
+        return None
+    if columns % scheme.group:
+        return f"has {columns} columns, no whole number of groups of {scheme.group}"
+    if rows % 2:
+        return f"has {rows} rows, an odd number"
+    return None
 
 
 def required_files(config: ModelConfig) -> list[str]:
@@ -143,8 +245,7 @@ class Manifest:
     raw: dict[str, Any]  # as read, brought up to the newest format
     format: int  # of the file
     config: ModelConfig
-    dense_dtype: str
-    expert_dtype: str | None
+    dtypes: Dtypes
     layout: ExpertLayout | None
     num_tokens: int
     files: dict[str, tuple[int, str]]  # relative name: (size in bytes, SHA-256 in hex)
@@ -189,34 +290,53 @@ def check_manifest(raw: Any, path: Path) -> Manifest:
         raise DamagedError(f"{path}: {error}; convert again") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         _damaged(path, f"does not describe a model ({error!r:.100})")
-    dense_dtype, expert_dtype = raw.get("dense_dtype"), raw.get("expert_dtype")
-    if not isinstance(dense_dtype, str) or dense_dtype not in DTYPE_BYTES:
-        _damaged(path, f"has dense_dtype {dense_dtype!r:.40}")
+    dtypes = _check_dtypes(raw, config, path)
     num_tokens: Any = raw.get("num_tokens")
     if not is_whole(num_tokens) or not 1 <= num_tokens <= config.vocab_size:
         _damaged(path, f"has num_tokens {num_tokens!r:.40}, not 1 to {config.vocab_size}")
     _check_told(raw, path)
-    if version == FORMAT:
-        _check_audit(raw.get("audit"), config, path)
+    _check_audit(raw.get("audit"), config, path)
     return Manifest(
         raw=raw,
         format=version,
         config=config,
-        dense_dtype=dense_dtype,
-        expert_dtype=expert_dtype,
-        layout=_check_layout(raw.get("expert_layout"), expert_dtype, config, path),
+        dtypes=dtypes,
+        layout=_check_layout(raw.get("expert_layout"), dtypes.experts, config, path),
         num_tokens=num_tokens,
         files=_check_files(raw.get("files"), config, path),
     )
 
 
 def _upgrade(raw: dict[str, Any]) -> dict[str, Any]:
-    """Bring format 0 up to 1: it had neither the audit (None here) nor the number of tokens."""
+    """Bring format 1 up to 2: all of dense.safetensors had one dtype."""
     if raw["format"] == FORMAT:
         return raw
-    model = raw.get("model")
-    vocab = model.get("vocab_size") if isinstance(model, dict) else None
-    return raw | {"format": FORMAT, "audit": None, "num_tokens": vocab}
+    dense = raw.get("dense_dtype")
+    return raw | {"format": FORMAT, "linear_dtype": dense, "embed_dtype": dense}
+
+
+def _check_dtypes(raw: dict[str, Any], config: ModelConfig, path: Path) -> Dtypes:
+    """The four dtypes: known, floats where they have to be, and schemes that fit the matrices."""
+    names = ("dense_dtype", "linear_dtype", "embed_dtype", "expert_dtype")
+    values = [raw.get(name) for name in names]
+    for name, value in zip(names, values, strict=True):
+        if name == "expert_dtype" and not config.is_moe:
+            if value is not None:
+                _damaged(path, "describes experts of a model that has none")
+            continue
+        try:
+            known = isinstance(value, str) and (scheme_of(value) is None or name != "dense_dtype")
+        except UnsupportedError:
+            known = False
+        if not known:
+            _damaged(path, f"has {name} {value!r:.40}")
+        if name in names[1:3] and value != values[0] and value in DTYPE_BYTES:
+            _damaged(path, f"has {name} {value!r:.40}, neither dense_dtype nor a scheme")
+    dtypes = Dtypes(*values)  # type: ignore[arg-type]
+    for _, dtype, what, shape in quantised_matrices(config, dtypes):
+        if fault := misfit(dtype, *shape):
+            _damaged(path, f"stores {what} as {dtype}, but it {fault}")
+    return dtypes
 
 
 def _check_told(raw: dict[str, Any], path: Path) -> None:
@@ -254,17 +374,15 @@ def _check_audit(audit: Any, config: ModelConfig, path: Path) -> None:
 
 
 def _check_layout(
-    values: Any, expert_dtype: Any, config: ModelConfig, path: Path
+    values: Any, expert_dtype: str | None, config: ModelConfig, path: Path
 ) -> ExpertLayout | None:
     """The layout named by the manifest: three aligned runs inside the stride that do not
     overlap.
     """
-    if not config.is_moe:
-        if values is not None or expert_dtype is not None:
+    if expert_dtype is None:
+        if values is not None:
             _damaged(path, "describes experts of a model that has none")
         return None
-    if not isinstance(expert_dtype, str) or expert_dtype not in DTYPE_BYTES:
-        _damaged(path, f"has expert_dtype {expert_dtype!r:.40}")
     try:
         layout = ExpertLayout(**values)
     except TypeError as error:
@@ -275,15 +393,16 @@ def _check_layout(
     model = (expert_dtype, config.hidden_size, config.intermediate_size)
     if (layout.dtype, layout.hidden_size, layout.intermediate_size) != model:
         _damaged(path, "describes experts of another shape or dtype than the model's")
-    size = config.hidden_size * config.intermediate_size * DTYPE_BYTES[expert_dtype]
+    up = matrix_bytes(expert_dtype, config.intermediate_size, config.hidden_size)
+    down = matrix_bytes(expert_dtype, config.hidden_size, config.intermediate_size)
     offsets = (layout.gate_offset, layout.up_offset, layout.down_offset)
     if any(n % ALIGN for n in offsets):
         _damaged(path, f"has expert offsets {offsets!r:.80}, not multiples of {ALIGN}")
-    starts = sorted(offsets)
-    ends = [*starts[1:], layout.stride]
+    runs = sorted(zip(offsets, (up, up, down), strict=True))
+    ends = [*(start for start, _ in runs[1:]), layout.stride]
     if layout.stride % STRIDE_UNIT:
         _damaged(path, f"has stride {layout.stride!r:.40}, not a multiple of {STRIDE_UNIT}")
-    if any(start + size > end for start, end in zip(starts, ends, strict=True)):
+    if any(start + size > end for (start, size), end in zip(runs, ends, strict=True)):
         _damaged(path, f"has expert matrices that overlap or pass the stride {layout.stride}")
     return layout
 
@@ -343,29 +462,19 @@ def open_listed(folder: Path, name: str, size: int) -> FileIO:
     return file
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """One entry of a safetensors header; `start` is counted from the first byte of the file."""
-
-    dtype: str  # as safetensors spells it: F32, BF16, F16, U8
-    shape: tuple[int, ...]
-    start: int
-    size: int
-
-
-def write_header(tensors: dict[str, tuple[str, tuple[int, ...], int]]) -> bytes:
-    """The head of a safetensors file: tensors {name: (dtype, shape, bytes)} in the file's order.
+def write_header(tensors: dict[str, Tensor]) -> bytes:
+    """The head of a safetensors file that holds `tensors` in this order, whatever their `start`.
 
     Padded with spaces inside the JSON length so that the first tensor starts on a multiple of 4096.
     """
     entries, offset = {}, 0
-    for name, (dtype, shape, size) in tensors.items():
+    for name, tensor in tensors.items():
         entries[name] = {
-            "dtype": dtype,
-            "shape": list(shape),
-            "data_offsets": [offset, offset + size],
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.size],
         }
-        offset += size
+        offset += tensor.size
     text = json.dumps(entries, separators=(",", ":")).encode()
     text = text.ljust(_round_up(8 + len(text), PAGE) - 8)
     return len(text).to_bytes(8, "little") + text

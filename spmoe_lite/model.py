@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,10 +29,11 @@ from spmoe_lite.config import ExpertLayout, ModelConfig, Rope
 from spmoe_lite.kernels.attention import attention
 from spmoe_lite.kernels.expert_gemm import combine, expert_down, expert_up
 from spmoe_lite.kernels.gate import gate_topk
-from spmoe_lite.kernels.linear import linear
+from spmoe_lite.kernels.linear import Weight, linear
 from spmoe_lite.kernels.norm import rms_norm
 from spmoe_lite.kernels.rope import rope
 from spmoe_lite.kvcache import KVCache
+from spmoe_lite.quant import QuantizedMatrix
 
 OnAttention = Callable[[int, torch.Tensor], None]
 
@@ -47,17 +48,20 @@ class ExpertSource(Protocol):
 
 @dataclass(slots=True)
 class Block:
-    """Weights of one layer; matrices are [out, in]. MoE blocks have `router`, dense ones the rest."""
+    """Weights of one layer; matrices are [out, in]. MoE blocks have `router`, dense ones the rest.
+
+    Norms, biases and the router are floats, the other matrices floats or quantised.
+    """
 
     input_norm: torch.Tensor  # [H]
-    qkv: torch.Tensor  # [(Hq + 2 Hkv) D, H]
+    qkv: Weight  # [(Hq + 2 Hkv) D, H]
     qkv_bias: torch.Tensor | None
-    o: torch.Tensor  # [H, Hq D]
+    o: Weight  # [H, Hq D]
     o_bias: torch.Tensor | None
     post_norm: torch.Tensor  # [H]
     router: torch.Tensor | None  # [E, H]
-    gate_up: torch.Tensor | None  # [2 I, H]
-    down: torch.Tensor | None  # [H, I]
+    gate_up: Weight | None  # [2 I, H]
+    down: Weight | None  # [H, I]
 
 
 class Transformer:
@@ -66,7 +70,7 @@ class Transformer:
     def __init__(
         self,
         config: ModelConfig,
-        tensors: dict[str, torch.Tensor],
+        tensors: dict[str, Weight],
         context: int,
         source: ExpertSource | None = None,
         layout: ExpertLayout | None = None,
@@ -76,13 +80,13 @@ class Transformer:
         self.config = config
         self.source = source
         self.layout = layout
-        self.embed = tensors.pop("embed_tokens.weight")
+        self.embed: Weight = tensors.pop("embed_tokens.weight")
         self.head = tensors.pop("lm_head.weight", self.embed)
-        self.norm = tensors.pop("norm.weight")
+        self.norm: torch.Tensor = tensors.pop("norm.weight")
         self.blocks = [_block(tensors, i) for i in range(config.num_hidden_layers)]
         assert not tensors, f"unused tensors: {sorted(tensors)[:3]}"
-        self.device = self.embed.device
-        self.dtype = self.embed.dtype
+        self.device = self.norm.device
+        self.dtype = self.norm.dtype  # of activations and KV cache
         self.cos, self.sin = rope_tables(config.rope, config.head_dim, context, self.device)
 
     def forward(
@@ -98,7 +102,7 @@ class Transformer:
         The cache grows by len(tokens) when the pass has finished, and not at all if it is aborted.
         """
         ids = torch.tensor(tokens, dtype=torch.long).to(self.device, non_blocking=True)
-        x = F.embedding(ids, self.embed)
+        x = self._embed(ids)
         if self.source is not None:
             self.source.begin_pass(len(tokens))
         for layer, block in enumerate(self.blocks):
@@ -110,6 +114,11 @@ class Transformer:
         kv.length += len(tokens)
         last = rms_norm(x[len(tokens) - logits_rows :], self.norm, self.config.rms_norm_eps)
         return linear(last, self.head)
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.embed, QuantizedMatrix):
+            return self.embed.rows_of(ids, self.dtype)
+        return F.embedding(ids, self.embed)
 
     def _attend(self, layer: int, block: Block, x: torch.Tensor, kv: KVCache) -> torch.Tensor:
         c, rows, start = self.config, len(x), kv.length
@@ -140,15 +149,15 @@ def _mlp(block: Block, m: torch.Tensor) -> torch.Tensor:
     return linear(F.silu(gate) * up, block.down)
 
 
-def _block(tensors: dict[str, torch.Tensor], layer: int) -> Block:
+def _block(tensors: dict[str, Weight], layer: int) -> Block:
     """Take one layer's tensors; q, k, v and gate, up become one matrix each: fewer, larger products."""
 
-    def take(name: str) -> torch.Tensor | None:
+    def take(name: str) -> Any:
         return tensors.pop(f"layers.{layer}.{name}", None)
 
-    def stacked(*names: str) -> torch.Tensor | None:
+    def stacked(*names: str) -> Any:
         parts = [take(name) for name in names]
-        return None if parts[0] is None else torch.cat(parts)
+        return None if parts[0] is None else _stack(parts)
 
     return Block(
         input_norm=take("input_norm.weight"),
@@ -161,6 +170,17 @@ def _block(tensors: dict[str, torch.Tensor], layer: int) -> Block:
         gate_up=stacked("gate_proj.weight", "up_proj.weight"),
         down=take("down_proj.weight"),
     )
+
+
+def _stack(parts: list[Any]) -> Weight:
+    """One matrix of the rows of several, all floats or all of one scheme."""
+    first = parts[0]
+    if not isinstance(first, QuantizedMatrix):
+        return torch.cat(parts)
+    codes, scales = (
+        torch.cat(pieces, 1) for pieces in zip(*(p.tensors() for p in parts), strict=True)
+    )
+    return QuantizedMatrix(first.scheme, first.columns, codes, scales)
 
 
 def rope_tables(

@@ -24,13 +24,12 @@ import contextlib
 import hashlib
 import json
 import logging
-import math
 import mmap
 import os
 import queue
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -43,11 +42,15 @@ import numpy as np
 import torch
 
 from spmoe_lite import manifest as m
-from spmoe_lite.config import DTYPE_BYTES, ExpertLayout, ModelConfig
+from spmoe_lite.config import ExpertLayout, ModelConfig, scheme_of
 from spmoe_lite.errors import BusyError, DamagedError, UsageError
 from spmoe_lite.manifest import JOURNAL as JOURNAL
+from spmoe_lite.manifest import Dtypes
 from spmoe_lite.manifest import expert_layout as expert_layout
 from spmoe_lite.progress import OnProgress, Progress, check
+from spmoe_lite.quant import QuantizedMatrix, view_matrix
+
+Weight = torch.Tensor | QuantizedMatrix
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -67,8 +70,10 @@ class Pack:
         self.path = path
         self.name = path.name.removesuffix(m.SUFFIX)
         self.manifest = manifest.raw
+        self.format = manifest.format
         self.config = manifest.config
-        self.dense_dtype = manifest.dense_dtype
+        self.dtypes = manifest.dtypes
+        self.dense_dtype = manifest.dtypes.dense
         self.expert_layout = manifest.layout
         self.num_tokens = manifest.num_tokens
         self.files = manifest.files
@@ -110,17 +115,16 @@ class Pack:
                 self._starts.append(self._check_experts(m.layer_file(layer)))
 
     def _check_dense(self) -> None:
-        path, spelling = self.path / m.DENSE, m.SAFETENSORS_DTYPES[self.dense_dtype]
-        expected = m.dense_shapes(self.config)
+        path, expected = self.path / m.DENSE, m.dense_entries(self.config, self.dtypes)
         self._dense = m.read_header(self._open[m.DENSE], path, len(expected))
-        for name, tensor in self._dense.items():
-            if name not in expected:
-                raise DamagedError(f"{path}: unknown tensor {name!r:.80}; convert again")
-            size = math.prod(expected[name]) * DTYPE_BYTES[self.dense_dtype]
-            if (tensor.dtype, tensor.shape, tensor.size) != (spelling, expected[name], size):
+        for (name, found), due in zip(self._dense.items(), expected, strict=True):
+            if name != due:
+                raise DamagedError(f"{path} holds {name!r:.80} where {due} is due; convert again")
+            wanted = expected[name]
+            if (found.dtype, found.shape, found.size) != (wanted.dtype, wanted.shape, wanted.size):
                 raise DamagedError(
-                    f"{path}: {name} is {tensor.dtype!r:.20} {list(tensor.shape)!r:.60}, "
-                    f"not {spelling} {list(expected[name])}; convert again"
+                    f"{path}: {name} is {found.dtype!r:.20} {list(found.shape)!r:.60}, "
+                    f"not {wanted.dtype} {list(wanted.shape)}; convert again"
                 )
 
     def _check_experts(self, name: str) -> int:
@@ -152,23 +156,25 @@ class Pack:
         device: str | torch.device = "cpu",
         on_progress: OnProgress | None = None,
         cancel: threading.Event | None = None,
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Weight]:
         """Read every dense tensor, explicitly and in the file's order, one at a time to `device`.
 
         Raises `Cancelled` within 16 MiB, `DamagedError` for a file cut short since it was opened.
         """
         total, done, tensors = self.dense_bytes(), 0, {}
-        for name, entry in self._dense.items():
-            tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[self.dense_dtype])
-            buffer = _bytes_of(tensor)
-            for begin in range(0, entry.size, CHUNK):
+        for name, shape in m.dense_shapes(self.config).items():
+            dtype = self.dtypes.of(name)
+            parts = m.stored_as(name, dtype, shape)  # one after the other in the file
+            memory = torch.empty(sum(part.size for _, part in parts), dtype=torch.uint8)
+            start, buffer = self._dense[parts[0][0]].start, memory.numpy()
+            for begin in range(0, len(buffer), CHUNK):
                 check(cancel)
                 piece = buffer[begin : begin + CHUNK]
-                self._read(m.DENSE, entry.start + begin, piece)
+                self._read(m.DENSE, start + begin, piece)
                 done += len(piece)
                 if on_progress is not None:
                     on_progress(Progress("load", done, total, "bytes"))
-            tensors[name] = tensor.to(device)
+            tensors[name] = view_weight(memory.to(device), dtype, shape)
         return tensors
 
     def expert_bytes(self, layer: int, expert: int) -> np.ndarray:
@@ -275,8 +281,7 @@ class PackWriter:
         self,
         path: Path,
         config: ModelConfig,
-        dense_dtype: str,
-        expert_dtype: str | None,
+        dtypes: Dtypes,
         source: dict[str, Any],
         options: dict[str, Any],
         *,
@@ -288,17 +293,20 @@ class PackWriter:
         errors."""
         self.path = Path(path)
         self.partial = self.path.with_name(self.path.name + m.PARTIAL)
-        self.config, self.dense_dtype = config, dense_dtype
+        self.config, self.dtypes = config, dtypes
         self.layout: ExpertLayout | None = None
-        if config.is_moe:
-            assert expert_dtype is not None
-            self.layout = expert_layout(expert_dtype, config.hidden_size, config.intermediate_size)
+        assert config.is_moe == (dtypes.experts is not None)
+        if dtypes.experts is not None:
+            sizes = config.hidden_size, config.intermediate_size
+            self.layout = expert_layout(dtypes.experts, *sizes)
         self.force, self.cancel = force, cancel
         self._head: dict[str, Any] = {
             "format": m.FORMAT,
             "model": config.to_dict(),
-            "dense_dtype": dense_dtype,
-            "expert_dtype": expert_dtype if config.is_moe else None,
+            "dense_dtype": dtypes.dense,
+            "linear_dtype": dtypes.linear,
+            "embed_dtype": dtypes.embed,
+            "expert_dtype": dtypes.experts,
             "expert_layout": self.layout and asdict(self.layout),
             "source": source,
             "options": options,
@@ -372,70 +380,58 @@ class PackWriter:
 
     # Writing
 
-    def write_dense(
-        self,
-        tensors: Iterable[tuple[str, str, Sequence[int], Callable[[], torch.Tensor]]],
-    ) -> None:
-        """Write dense.safetensors from (name, dtype, shape, read) in any order, one at a time.
+    def write_dense(self, tensors: Mapping[str, Callable[[], Weight]]) -> None:
+        """Write dense.safetensors from {name: read} in any order, one tensor at a time.
 
-        `read()` returns the tensor in that dtype and shape on the CPU. The names and shapes are
-        those of `manifest.dense_shapes(config)` and the dtype is `dense_dtype`; the file has
-        their order.
+        `read()` returns the tensor on the CPU. The names and shapes are those of
+        `manifest.dense_shapes(config)`, the dtypes those of the writer; the file has their order.
         """
-        given = {name: (dtype, tuple(shape), read) for name, dtype, shape, read in tensors}
         shapes = m.dense_shapes(self.config)
-        if given.keys() != shapes.keys():
-            odd = sorted(given.keys() ^ shapes.keys())
+        if tensors.keys() != shapes.keys():
+            odd = sorted(tensors.keys() ^ shapes.keys())
             raise ValueError(f"dense tensors missing or not expected: {odd[:5]}")
-        size = DTYPE_BYTES[self.dense_dtype]
-        spelling = m.SAFETENSORS_DTYPES[self.dense_dtype]
-        header = m.write_header(
-            {name: (spelling, shape, size * math.prod(shape)) for name, shape in shapes.items()}
-        )
         with self._writing(m.DENSE) as out:
-            out.write(header)
+            out.write(m.write_header(m.dense_entries(self.config, self.dtypes)))
             for name, shape in shapes.items():
-                dtype, given_shape, read = given[name]
-                if (dtype, given_shape) != (self.dense_dtype, shape):
-                    raise ValueError(
-                        f"{name} is {dtype} {given_shape}, not {self.dense_dtype} {shape}"
-                    )
-                tensor = read()
-                _check_tensor(name, tensor, self.dense_dtype, shape)
-                out.write(tensor)
+                for part in _parts(name, tensors[name](), self.dtypes.of(name), shape):
+                    out.write(part)
 
     def write_layer(
         self,
         layer: int,
-        experts: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        experts: Iterable[tuple[Weight, Weight, Weight]],
     ) -> None:
         """Write one layer's experts from (gate [I, H], up [I, H], down [H, I]), in the order of
         ids.
 
-        The tensors are on the CPU in the expert dtype; each may be reused as soon as the next is
-        asked for.
+        The matrices are on the CPU in the expert dtype; the memory of each may be reused as soon
+        as the next is asked for.
         """
         layout, count = self.layout, self.config.num_local_experts
         assert layout is not None
         up_shape = (layout.intermediate_size, layout.hidden_size)
-        parts = (
+        matrices = (
             ("gate", layout.gate_offset, up_shape),
             ("up", layout.up_offset, up_shape),
             ("down", layout.down_offset, up_shape[::-1]),
         )
         header = m.write_header(
-            {f"expert.{e}": ("U8", (layout.stride,), layout.stride) for e in range(count)}
+            {
+                f"expert.{e}": m.Tensor("U8", (layout.stride,), 0, layout.stride)
+                for e in range(count)
+            }
         )
         written = 0
         with self._writing(m.layer_file(layer)) as out:
             out.write(header)
             for expert in experts:
                 start = out.size
-                for (name, offset, shape), tensor in zip(parts, expert, strict=True):
+                for (name, offset, shape), matrix in zip(matrices, expert, strict=True):
                     label = f"{name} of expert {written} of layer {layer}"
-                    _check_tensor(label, tensor, layout.dtype, shape)
+                    parts = _parts(label, matrix, layout.dtype, shape)
                     out.pad(start + offset)
-                    out.write(tensor)
+                    for part in parts:
+                        out.write(part)
                 out.pad(start + layout.stride)
                 out.wait()  # the buffers are the caller's again
                 written += 1
@@ -713,9 +709,29 @@ def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> None:
-    if tensor.dtype != TORCH_DTYPES[dtype] or tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}")
+def view_weight(memory: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> Weight:
+    """uint8 [n] as the tensor that it holds; nothing is copied."""
+    scheme = scheme_of(dtype)
+    if scheme is None:
+        return memory.view(TORCH_DTYPES[dtype]).view(shape)
+    rows, columns = shape
+    return view_matrix(memory, scheme, rows, columns)
+
+
+def _parts(name: str, weight: Weight, dtype: str, shape: tuple[int, ...]) -> list[torch.Tensor]:
+    """The tensors that hold `weight`, in the order in which they are written; ValueError if it is
+    not of that dtype and shape."""
+    scheme = scheme_of(dtype)
+    if isinstance(weight, QuantizedMatrix):
+        found, parts = str(weight.scheme), weight.tensors()
+        good = weight.scheme == scheme and len(shape) == 2
+        good = good and tuple(part.nbytes for part in parts) == scheme.parts(*shape)
+    else:
+        found, parts = str(weight.dtype), [weight]
+        good = scheme is None and weight.dtype == TORCH_DTYPES[dtype]
+    if not good or tuple(weight.shape) != shape:
+        raise ValueError(f"{name} is {found} {tuple(weight.shape)}, not {dtype} {shape}")
+    return parts
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from spmoe_lite.config import ModelConfig, Rope
-from spmoe_lite.manifest import dense_shapes
-from spmoe_lite.pack import TORCH_DTYPES, PackWriter
+from spmoe_lite.config import ModelConfig, Rope, scheme_of
+from spmoe_lite.manifest import Dtypes, dense_shapes
+from spmoe_lite.pack import TORCH_DTYPES, PackWriter, Weight
+from spmoe_lite.quant import quantize
 
 MOE = ModelConfig(
     family="mixtral",
@@ -29,6 +30,7 @@ MOE = ModelConfig(
     bos_token_id=1,
     eos_token_ids=(2, 7),
 )
+WIDE = replace(MOE, hidden_size=64, intermediate_size=96, head_dim=16)  # in groups of 32
 DENSE_MODEL = replace(MOE, family="llama", num_local_experts=0, num_experts_per_tok=0)
 TEXTS = {"tokenizer.json": b'{"model": {}}', "chat_template.jinja": "{{ '\u00e9' }}".encode()}
 
@@ -41,17 +43,20 @@ class Weights:
     dense_dtype: str = "fp32"
     expert_dtype: str = "bf16"
     seed: int = 0
-    dense: dict[str, torch.Tensor] = field(init=False)
-    experts: list[list[tuple[torch.Tensor, ...]]] = field(init=False)
+    linear_dtype: str | None = None  # None: dense_dtype
+    embed_dtype: str | None = None
+    dense: dict[str, Weight] = field(init=False)
+    experts: list[list[tuple[Weight, ...]]] = field(init=False)
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
 
-        def random(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-            return torch.randn(shape, generator=generator).to(TORCH_DTYPES[dtype])
+        def random(shape: tuple[int, ...], dtype: str) -> Weight:
+            values, scheme = torch.randn(shape, generator=generator), scheme_of(dtype)
+            return quantize(values, scheme) if scheme else values.to(TORCH_DTYPES[dtype])
 
         c = self.config
-        self.dense = {n: random(s, self.dense_dtype) for n, s in dense_shapes(c).items()}
+        self.dense = {n: random(s, self.dtypes.of(n)) for n, s in dense_shapes(c).items()}
         up = (c.intermediate_size, c.hidden_size)
         layers = c.num_hidden_layers if c.is_moe else 0
         self.experts = [
@@ -62,12 +67,20 @@ class Weights:
             for _ in range(layers)
         ]
 
+    @property
+    def dtypes(self) -> Dtypes:
+        return Dtypes(
+            self.dense_dtype,
+            self.linear_dtype or self.dense_dtype,
+            self.embed_dtype or self.dense_dtype,
+            self.expert_dtype if self.config.is_moe else None,
+        )
+
     def writer(self, path: Path, options: dict[str, Any] | None = None, **kw: Any) -> PackWriter:
         return PackWriter(
             path,
             self.config,
-            self.dense_dtype,
-            self.expert_dtype if self.config.is_moe else None,
+            self.dtypes,
             {"id": "random", "revision": str(self.seed)},
             options or {},
             **kw,
@@ -81,8 +94,7 @@ class Weights:
                 writer.write_layer(layer, experts)
         if not writer.has("dense.safetensors"):
             writer.write_dense(
-                (name, self.dense_dtype, tensor.shape, lambda tensor=tensor: tensor)
-                for name, tensor in self.dense.items()
+                {n: lambda tensor=tensor: tensor for n, tensor in self.dense.items()}
             )
         for name, data in TEXTS.items():
             if not writer.has(name):
@@ -106,9 +118,10 @@ class Weights:
             return self.finish(writer)
 
 
-def bits(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor, so that NaNs and signed zeros count."""
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+def bits(weight: Weight) -> bytes:
+    """The bytes of a tensor as a pack holds them, so that NaNs and signed zeros count."""
+    parts = [weight] if isinstance(weight, torch.Tensor) else weight.tensors()
+    return b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

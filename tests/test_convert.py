@@ -27,6 +27,7 @@ from spmoe_lite.errors import (
     UnsupportedError,
     UsageError,
 )
+from spmoe_lite.manifest import Dtypes
 from spmoe_lite.pack import Pack
 from spmoe_lite.progress import Progress
 from tests import tiny
@@ -687,7 +688,7 @@ def test_the_caller_confirms_the_plan(tmix: Path, tmp_path: Path) -> None:
     refused(tmix, tmp_path, Cancelled, "nothing was written", confirm=no)
     plan = plans[0]
     assert not plan.needs_confirmation and plan.download_bytes == 0
-    assert plan.expert_dtype == plan.dense_dtype == "fp32"
+    assert plan.dtypes == Dtypes("fp32", "fp32", "fp32", "fp32")
     assert plan.volumes[0].needed_bytes == plan.pack_bytes > 1_000_000
     assert plan.volumes[0].free_bytes > plan.pack_bytes
     assert convert(tmix, out=tmp_path / "o.spmoe", confirm=lambda plan: True).path.is_dir()
@@ -695,8 +696,8 @@ def test_the_caller_confirms_the_plan(tmix: Path, tmp_path: Path) -> None:
 
 def test_more_than_10_gb_asks_for_confirmation() -> None:
     plan = ConvertPlan(
-        label="m", revision="c0ffee" * 6, path=Path("m.spmoe"), family="mixtral", dense_dtype="bf16",
-        expert_dtype="bf16", download_bytes=6 * 10**9, pack_bytes=6 * 10**9, volumes=(), ignored=(),
+        label="m", revision="c0ffee" * 6, path=Path("m.spmoe"), family="mixtral",
+        dtypes=Dtypes.floats("bf16", "bf16"), download_bytes=6 * 10**9, pack_bytes=6 * 10**9, volumes=(), ignored=(),
     )  # fmt: skip
     assert plan.needs_confirmation
     assert "download: 6.0 GB" in str(plan) and "c0ffeec0ffee" in str(plan)

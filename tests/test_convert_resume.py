@@ -127,16 +127,12 @@ def test_kind_j_o28_killed_anywhere_a_rerun_ends_as_a_clean_run(tmix: Path, tmp_
         assert contents(path) == clean, path.name
 
 
-def stop_after(count: int, cancel: threading.Event) -> Any:
-    """A progress callback that sets `cancel` at the count-th report of the stage `convert`."""
-    seen = 0
+def stop_after(share: float, cancel: threading.Event) -> Any:
+    """A progress callback that sets `cancel` when so much of the stage `convert` is done."""
 
     def report(progress: Progress) -> None:
-        nonlocal seen
-        if progress.stage == "convert":
-            seen += 1
-            if seen == count:
-                cancel.set()
+        if progress.stage == "convert" and progress.done >= share * progress.total:
+            cancel.set()
 
     return report
 
@@ -144,7 +140,7 @@ def stop_after(count: int, cancel: threading.Event) -> Any:
 def test_cancel_keeps_whole_files_and_a_rerun_goes_on(tmix: Path, tmp_path: Path) -> None:
     out, cancel = tmp_path / "o.spmoe", threading.Event()
     with pytest.raises(Cancelled):
-        convert(tmix, out=out, cancel=cancel, on_progress=stop_after(6, cancel))
+        convert(tmix, out=out, cancel=cancel, on_progress=stop_after(0.6, cancel))
     partial = tmp_path / "o.spmoe.partial"
     assert not out.exists() and (partial / LAYER_0).is_file()
     assert not list(partial.rglob("*.tmp"))
@@ -166,7 +162,7 @@ def test_cancel_keeps_whole_files_and_a_rerun_goes_on(tmix: Path, tmp_path: Path
 def test_cancel_before_the_first_file_leaves_nothing(tmix: Path, tmp_path: Path) -> None:
     cancel = threading.Event()
     with pytest.raises(Cancelled):
-        convert(tmix, out=tmp_path / "o.spmoe", cancel=cancel, on_progress=stop_after(2, cancel))
+        convert(tmix, out=tmp_path / "o.spmoe", cancel=cancel, on_progress=stop_after(0.2, cancel))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tmix"]
 
 
@@ -211,7 +207,7 @@ def test_kind_j_o28_a_partial_of_other_options_is_never_mixed_in(
 ) -> None:
     out, cancel = tmp_path / "o.spmoe", threading.Event()
     with pytest.raises(Cancelled):
-        convert(tmix, out=out, cancel=cancel, on_progress=stop_after(6, cancel))
+        convert(tmix, out=out, cancel=cancel, on_progress=stop_after(0.6, cancel))
     assert (tmp_path / "o.spmoe.partial" / LAYER_0).is_file()
     options = {}
     if changed == "weights":
@@ -303,7 +299,7 @@ def test_the_old_pack_stays_when_the_new_one_fails(tmix: Path, tmp_path: Path) -
     with pytest.raises(Cancelled):
         convert(
             tmix, out=out, experts="bf16", force=True, cancel=cancel,
-            on_progress=stop_after(6, cancel),
+            on_progress=stop_after(0.6, cancel),
         )  # fmt: skip
     assert contents(out) == before
 
@@ -364,7 +360,7 @@ def test_low_disk_resumes_without_fetching_a_finished_shard_again(hub: Any, tmp_
     out, cancel = tmp_path / "o.spmoe", threading.Event()
     with pytest.raises(Cancelled):
         convert("acme/tiny", out=out, low_disk=True, cancel=cancel,
-                on_progress=stop_after(17, cancel))  # fmt: skip
+                on_progress=stop_after(0.9, cancel))  # fmt: skip
     first = hub.requests("model-00001-of-")
     assert first and (tmp_path / "o.spmoe.partial" / "spool").is_dir()
     assert not list((tmp_path / "cache").rglob("model-00001-of-*"))
@@ -441,7 +437,9 @@ def test_repack_equals_a_conversion_to_that_precision(kind: str, tmp_path: Path)
     tensors = [name for name in made["files"] if name.endswith(".safetensors")]
     assert {n: made["files"][n] for n in tensors} == {n: direct["files"][n] for n in tensors}
     assert made["files"] == direct["files"] and made["source"] == direct["source"]
-    assert made["options"]["repacked_from"] == [["fp32", "fp32" if kind == "mixtral" else None]]
+    assert made["options"]["repacked_from"] == [
+        ["fp32", "fp32", "fp32", "fp32" if kind == "mixtral" else None]
+    ]
     assert [p.stage for p in seen if p.stage != "convert"][0] == "verify"
     with pytest.raises(UsageError, match="--force"):
         convert(source, out=old, experts="bf16", dense="fp16")
@@ -460,12 +458,12 @@ def test_repack_by_name_and_with_nothing_to_do(tmp_path: Path) -> None:
 def test_repack_upgrades_the_format_before(tmp_path: Path) -> None:
     path = tiny.tiny_pack(tmp_path, vocab=384)
     new = contents(path)
-    old = {k: v for k, v in new.items() if k not in ("audit", "num_tokens")}
-    tiny.write_json(path / "manifest.json", old | {"format": 0, "created": "2026-01-01T00:00:00"})
+    old = {k: v for k, v in new.items() if k not in ("linear_dtype", "embed_dtype")}
+    tiny.write_json(path / "manifest.json", old | {"format": 1, "created": "2026-01-01T00:00:00"})
     assert not repack(path).already_there
     made = contents(path)
-    assert made["format"] == 1 and made["files"] == new["files"]
-    assert made["audit"] == new["audit"] and made["num_tokens"] == new["num_tokens"] == 320
+    assert made.pop("options").pop("repacked_from") == [["fp32"] * 4]
+    assert made["format"] == 2 and made == {k: v for k, v in new.items() if k != "options"}
 
 
 def test_repack_refuses_a_damaged_pack_and_leaves_it(tmp_path: Path) -> None:
@@ -496,7 +494,7 @@ def test_a_cancelled_repack_goes_on_and_partials_are_listed(tmp_path: Path) -> N
     path, cancel = tiny.tiny_pack(tmp_path, layers=3), threading.Event()
     before = contents(path)
     with pytest.raises(Cancelled):
-        repack(path, experts="bf16", cancel=cancel, on_progress=stop_after(6, cancel))
+        repack(path, experts="bf16", cancel=cancel, on_progress=stop_after(0.6, cancel))
     assert contents(path) == before
     infos = {(info.name, info.complete) for info in library.packs(tmp_path)}
     assert infos == {("mixtral", True), ("mixtral", False)}

@@ -106,10 +106,10 @@ def test_quantised_weights_are_packed_as_bf16_unless_a_precision_is_named(tmp_pa
     ]:
         caplog.clear()
         result = convert(source, out=tmp_path / "o.spmoe", force=True, **asked)
-        assert (result.plan.dense_dtype, result.plan.expert_dtype) == dtypes
+        assert (result.plan.dtypes.dense, result.plan.dtypes.experts) == dtypes
         assert said in caplog.text and bool(caplog.text) == bool(said)
     plain = written(tmp_path, model("mixtral"), kind="F16")
-    assert convert(plain, out=tmp_path / "p.spmoe").plan.expert_dtype == "fp16"
+    assert convert(plain, out=tmp_path / "p.spmoe").plan.dtypes.experts == "fp16"
     assert not caplog.text
 
 

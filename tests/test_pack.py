@@ -26,6 +26,7 @@ from safetensors import safe_open
 
 from spmoe_lite import manifest as m
 from spmoe_lite import pack as pack_module
+from spmoe_lite.config import Scheme
 from spmoe_lite.errors import (
     BusyError,
     Cancelled,
@@ -38,6 +39,7 @@ from spmoe_lite.errors import (
 )
 from spmoe_lite.manifest import layer_file, locked
 from spmoe_lite.pack import Pack, expert_layout
+from spmoe_lite.quant import quantize
 from tests.make_pack import DENSE_MODEL, MOE, TEXTS, Weights, bits, files_of
 
 LINUX = sys.platform == "linux"
@@ -162,7 +164,7 @@ def test_manifest_lists_size_and_hash_of_every_file(made: Path) -> None:
     for name, data in files.items():
         entry = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         assert manifest["files"][name] == entry
-    assert manifest["format"] == 1
+    assert manifest["format"] == 2
 
 
 # The reader
@@ -332,7 +334,7 @@ def edit(folder: Path, **changes: object) -> None:
     file.write_text(json.dumps(manifest), encoding="utf-8")
 
 
-@pytest.mark.parametrize("version", [2, -1, "1", None, True, 1.0])
+@pytest.mark.parametrize("version", [3, 0, -1, "2", None, True, 2.0])
 def test_another_format_is_refused_in_one_line(copy: Path, version: object) -> None:
     edit(copy, format=version)
     with pytest.raises(UnsupportedError, match="format") as caught:
@@ -343,10 +345,10 @@ def test_another_format_is_refused_in_one_line(copy: Path, version: object) -> N
 def test_the_format_before_is_read(copy: Path) -> None:
     file = copy / "manifest.json"
     manifest = json.loads(file.read_text(encoding="utf-8"))
-    del manifest["audit"], manifest["num_tokens"]
-    file.write_text(json.dumps(manifest | {"format": 0}), encoding="utf-8")
+    del manifest["linear_dtype"], manifest["embed_dtype"]
+    file.write_text(json.dumps(manifest | {"format": 1}), encoding="utf-8")
     with Pack.open(copy) as pack:
-        assert pack.num_tokens == MOE.vocab_size
+        assert pack.format == 1 and pack.dtypes == m.Dtypes.floats("fp32", "bf16")
         pack.verify()
 
 
@@ -832,13 +834,13 @@ def test_wrong_tensors_are_our_bug_and_leave_no_file(tmp_path: Path) -> None:
         ):
             with pytest.raises(ValueError):
                 writer.write_layer(0, experts)
-        dense = [(n, "fp32", t.shape, lambda t=t: t) for n, t in weights.dense.items()]
+        dense = {n: lambda t=t: t for n, t in weights.dense.items()}
         for tensors in (
-            dense[1:],
-            [("extra", "fp32", (1,), lambda: torch.zeros(1)), *dense],
-            [(dense[0][0], "bf16", dense[0][2], dense[0][3]), *dense[1:]],
-            [(*dense[0][:3], lambda: torch.zeros(50, 23)), *dense[1:]],
-            [(*dense[0][:3], lambda: torch.zeros(50, 24).double()), *dense[1:]],
+            {n: read for n, read in dense.items() if n != m.EMBED},
+            dense | {"extra": lambda: torch.zeros(1)},
+            dense | {m.EMBED: lambda: torch.zeros(50, 23)},
+            dense | {m.EMBED: lambda: torch.zeros(50, 24).double()},
+            dense | {m.EMBED: lambda: quantize(torch.zeros(50, 32), Scheme(8, 32))},
         ):
             with pytest.raises(ValueError):
                 writer.write_dense(tensors)

@@ -55,6 +55,8 @@ def tiny_pack(
     name: str | None = None,
     experts: str | None = None,
     dense: str | None = None,
+    embed: str | None = None,
+    group: int | None = None,
     **options: Any,
 ) -> Path:
     """Write a tiny checkpoint and convert it; the pack is `folder/NAME.spmoe` (NAME: the kind)."""
@@ -64,7 +66,7 @@ def tiny_pack(
     write = {"mixtral": tiny_mixtral, "mistral": tiny_mistral, "llama": tiny_llama}[kind]
     source = write(Path(folder) / f"{name}-source", **options)
     out = Path(folder) / f"{name}.spmoe"
-    return convert(source, out=out, experts=experts, dense=dense).path
+    return convert(source, out=out, experts=experts, dense=dense, embed=embed, group=group).path
 
 
 def write_model(
