@@ -117,23 +117,33 @@ _FP16_8 = tl.constexpr(tuple(_asm(8 * i, 0x00FF00FF, 0x64006400, 0x3C003C00) for
 
 @triton.jit
 def _part(
-    words, zero, scale, i: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr
+    words,
+    minus,
+    scale,
+    i: tl.constexpr,
+    BITS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FAST: tl.constexpr,
 ):
-    """Part i of words [N, W] int16, zero [N] int32, scale [N] DTYPE -> weights [N, W] DTYPE."""
+    """Part i of words [N, W] int16, with `_scale`'s minus and scale [N] -> weights [N, W] DTYPE."""
     wide = tl.broadcast_to(scale[:, None], words.shape)
-    if FAST:
-        if DTYPE == tl.bfloat16:
-            minus = (zero + 0xC300).to(tl.int16).to(tl.bfloat16, bitcast=True)
-            asm: tl.constexpr = _BF16_4[i] if BITS == 4 else _BF16_8[i]
+    if not FAST:
+        code = (words.to(tl.int32) >> (BITS * i)) & ((1 << BITS) - 1)
+        return ((code - minus[:, None]).to(tl.float32) * wide.to(tl.float32)).to(DTYPE)
+    if DTYPE == tl.bfloat16:
+        if BITS == 4:
+            asm: tl.constexpr = _BF16_4[i]
         else:
-            minus = (zero + 0xE400).to(tl.int16).to(tl.float16, bitcast=True)
-            asm: tl.constexpr = _FP16_4[i] if BITS == 4 else _FP16_8[i]
-        minus = tl.broadcast_to(minus[:, None], words.shape)
-        return tl.inline_asm_elementwise(
-            asm, "=r,r,r,r", [words, minus, wide], dtype=DTYPE, is_pure=True, pack=2
-        )
-    code = (words.to(tl.int32) >> (BITS * i)) & ((1 << BITS) - 1)
-    return ((code - zero[:, None]).to(tl.float32) * wide.to(tl.float32)).to(DTYPE)
+            asm: tl.constexpr = _BF16_8[i]
+    else:
+        if BITS == 4:
+            asm: tl.constexpr = _FP16_4[i]
+        else:
+            asm: tl.constexpr = _FP16_8[i]
+    minus = tl.broadcast_to(minus[:, None], words.shape)
+    return tl.inline_asm_elementwise(
+        asm, "=r,r,r,r", [words, minus, wide], dtype=scale.dtype, is_pure=True, pack=2
+    )
 
 
 @triton.jit
@@ -163,75 +173,95 @@ def dot_tile_quantized(
     """[BLOCK_N, BLOCK_T] fp32."""
     WORDS: tl.constexpr = 4 * BITS
     STEP: tl.constexpr = 256 if GROUP == 128 else 128  # whole pairs of groups: shifts are constants
+    SPAN: tl.constexpr = 32 if GROUP == 32 else 64  # columns of one product: one group's
     WHOLE: tl.constexpr = K % STEP == 0
-    j, k = tl.arange(0, WORDS), tl.arange(0, 64)
+    j, k = tl.arange(0, WORDS), tl.arange(0, SPAN)
     codes_at = code_rows[:, None] + j[None, :]
     x_at = x_ptr + tokens[None, :] * K + k[:, None]
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for low in range(k_begin, k_end, STEP):
         for u in tl.static_range(STEP // 64):
-            column = low + u * 64
-            words_at = codes_at + (column // 64) * (N * WORDS)
+            block = low + u * 64
+            words_at = codes_at + (block // 64) * (N * WORDS)
+            pair_at = scale_rows + (block // (2 * GROUP)) * N
             if WHOLE:
                 words = tl.load(codes_ptr + words_at)
-                x = tl.load(x_at + column, mask=token_mask[None, :], other=0.0)
                 if COPY:
                     tl.store(copy_codes_ptr + words_at, words)
-            else:  # the last step may have blocks beyond the end
-                there = code_rows * 0 + column < K
-                words = tl.load(codes_ptr + words_at, mask=there[:, None], other=0)
-                inside = token_mask[None, :] & (column + k < K)[:, None]
-                x = tl.load(x_at + column, mask=inside, other=0.0)
-                if COPY:
-                    tl.store(copy_codes_ptr + words_at, words, mask=there[:, None])
-            if (u * 64) % (2 * GROUP) == 0:
-                pair_at = scale_rows + (column // (2 * GROUP)) * N
-                if WHOLE:
+                if (u * 64) % (2 * GROUP) == 0:
                     pair = tl.load(scales_ptr + pair_at)
                     if COPY:
                         tl.store(copy_scales_ptr + pair_at, pair)
-                else:
+            else:  # the last step may have blocks beyond the end
+                there = code_rows * 0 + block < K
+                words = tl.load(codes_ptr + words_at, mask=there[:, None], other=0)
+                if COPY:
+                    tl.store(copy_codes_ptr + words_at, words, mask=there[:, None])
+                if (u * 64) % (2 * GROUP) == 0:
                     pair = tl.load(scales_ptr + pair_at, mask=there, other=0)
                     if COPY:
                         tl.store(copy_scales_ptr + pair_at, pair, mask=there)
-            w = _weights(
-                words, pair, (u * 64 // GROUP) % 2, BITS, GROUP, ZEROS, DTYPE, FAST, BLOCK_N
-            )
-            acc = tl.dot(w, x, acc, input_precision="ieee")
+            for i in tl.static_range(64 // SPAN):
+                column = block + i * SPAN
+                if WHOLE:
+                    x = tl.load(x_at + column, mask=token_mask[None, :], other=0.0)
+                else:
+                    inside = token_mask[None, :] & (column + k < K)[:, None]
+                    x = tl.load(x_at + column, mask=inside, other=0.0)
+                half = (u * 64 + i * SPAN) // GROUP % 2
+                scale, minus = _scale(pair, half, BITS, ZEROS, DTYPE, FAST)
+                w = _weights(
+                    words,
+                    scale,
+                    minus,
+                    i * SPAN // WORDS,
+                    SPAN // WORDS,
+                    BITS,
+                    DTYPE,
+                    FAST,
+                    BLOCK_N,
+                )
+                acc = tl.dot(w, x, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
 def _weights(
-    words, pair, half: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    words, scale, minus, first: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr,
     DTYPE: tl.constexpr, FAST: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One block: words [BLOCK_N, W] int16, pair [BLOCK_N] int32 -> [BLOCK_N, 64] DTYPE."""
-    scale, zero = _scale(pair, half, BITS, ZEROS, DTYPE)
-    if GROUP == 32:
-        later, later_zero = _scale(pair, 1, BITS, ZEROS, DTYPE)
-    else:
-        later, later_zero = scale, zero
-    if BITS == 8:
-        p0 = _part(words, zero, scale, 0, BITS, DTYPE, FAST)
-        p1 = _part(words, later_zero, later, 1, BITS, DTYPE, FAST)
-        w = tl.join(p0, p1)  # [N, W, 2]
-        return tl.reshape(tl.permute(w, (0, 2, 1)), (BLOCK_N, 64))
-    p0 = _part(words, zero, scale, 0, BITS, DTYPE, FAST)
-    p1 = _part(words, zero, scale, 1, BITS, DTYPE, FAST)
-    p2 = _part(words, later_zero, later, 2, BITS, DTYPE, FAST)
-    p3 = _part(words, later_zero, later, 3, BITS, DTYPE, FAST)
-    w = tl.join(tl.join(p0, p2), tl.join(p1, p3))  # [N, W, 2, 2], part = 2 * third + fourth
-    return tl.reshape(tl.permute(w, (0, 2, 3, 1)), (BLOCK_N, 64))
+    """Parts first, ..., first + COUNT - 1 of words [BLOCK_N, W] -> [BLOCK_N, COUNT * W] DTYPE."""
+    w = _part(words, minus, scale, first, BITS, DTYPE, FAST)
+    if COUNT == 2:
+        w = tl.join(w, _part(words, minus, scale, first + 1, BITS, DTYPE, FAST))  # [N, W, 2]
+        w = tl.permute(w, (0, 2, 1))
+    elif COUNT == 4:
+        low = tl.join(w, _part(words, minus, scale, first + 2, BITS, DTYPE, FAST))
+        second = _part(words, minus, scale, first + 1, BITS, DTYPE, FAST)
+        high = tl.join(second, _part(words, minus, scale, first + 3, BITS, DTYPE, FAST))
+        w = tl.permute(tl.join(low, high), (0, 2, 3, 1))  # [N, 2, 2, W] from [N, W, 2, 2]
+    return tl.reshape(w, (BLOCK_N, COUNT * 4 * BITS))
 
 
 @triton.jit
-def _scale(pair, half: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr, DTYPE: tl.constexpr):
-    """(scale [N] DTYPE, zero [N] int32) of one of the two groups in each word of `pair`."""
+def _scale(
+    pair, half: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr, DTYPE: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """(scale [N] DTYPE, what to take from a code) of one of the two groups in each word of `pair`.
+
+    The latter is the zero as int32 [N], or, if FAST, - (2^m + zero) in DTYPE.
+    """
     bits = pair >> (16 * half)
     if ZEROS:
-        zero = (bits & 7) | ((bits >> 12) & 8)
+        minus = (bits & 7) | ((bits >> 12) & 8)
         bits = bits & 0x7FF8
+        if FAST:
+            magic: tl.constexpr = 0xC300 if DTYPE == tl.bfloat16 else 0xE400
+            minus = (minus + magic).to(tl.int16).to(DTYPE, bitcast=True)
+    elif FAST:
+        size: tl.constexpr = 128 if DTYPE == tl.bfloat16 else 1024
+        minus = tl.full(pair.shape, -size - (1 << (BITS - 1)), DTYPE)
     else:
-        zero = tl.full(pair.shape, 1 << (BITS - 1), tl.int32)
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(DTYPE), zero
+        minus = tl.full(pair.shape, 1 << (BITS - 1), tl.int32)
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(DTYPE), minus
