@@ -15,19 +15,43 @@ import torch
 import triton
 import triton.language as tl
 
-from .configs import FEW, SOME, capability_of, tile
-from .tile_triton import dot_tile
+from spmoe_lite.quant import QuantizedMatrix
 
-SEGMENT_STEP = 128  # a multiple of every K step in `configs.py`
+from .configs import FEW, SOME, capability_of, tile
+from .linear import Weight
+from .tile_triton import TRITON_DTYPES, dot_tile, dot_tile_quantized, scheme_constants
+
+SEGMENT_STEP = 256  # a multiple of every K step in `configs.py`, and of two groups
 WANTED_PROGRAMS = 256  # about two per multiprocessor of a large card
 MAX_SEGMENTS = 8
 SUM_BLOCK = 1024
 
 
+@triton.jit
+def _segment(
+    w_ptr, scales_ptr, x_ptr, n, token, mine, begin, end,
+    N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    DTYPE: tl.constexpr, FAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """The product over columns [begin, end), [BLOCK_N, BLOCK_T] fp32."""
+    if BITS == 0:
+        return dot_tile(
+            w_ptr, x_ptr, w_ptr, n.to(tl.int64), token, mine, begin, end, K, False,
+            BLOCK_N, BLOCK_K, BLOCK_T,
+        )  # fmt: skip
+    else:
+        return dot_tile_quantized(
+            w_ptr, scales_ptr, x_ptr, w_ptr, scales_ptr, n * (4 * BITS), n, token, mine, begin, end,
+            N, K, BITS, GROUP, ZEROS, DTYPE, FAST, False, BLOCK_N, BLOCK_T,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _linear_kernel(
     x_ptr,  # [T, K]
-    w_ptr,  # [N, K]
+    w_ptr,  # [N, K]; the codes as int16 if BITS
+    scales_ptr,  # int32, if BITS
     bias_ptr,  # [N], if BIAS
     out_ptr,  # [T, N]; [SEGMENTS, T, N] fp32 if SPREAD
     num_tokens,
@@ -37,6 +61,11 @@ def _linear_kernel(
     SEGMENTS: tl.constexpr,
     SPREAD: tl.constexpr,
     BIAS: tl.constexpr,
+    BITS: tl.constexpr,  # of a code; 0: float weights
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+    DTYPE: tl.constexpr,  # of x
+    FAST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -45,22 +74,22 @@ def _linear_kernel(
     token = row_tile * BLOCK_T + tl.arange(0, BLOCK_T)
     mine = token < num_tokens
     n = weight_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = (n if N % BLOCK_N == 0 else tl.minimum(n, N - 1)).to(tl.int64)
+    rows = n if N % BLOCK_N == 0 else tl.minimum(n, N - 1)
     token = token.to(tl.int64)
 
     begin = segment * SEGMENT
-    y = dot_tile(
-        w_ptr, x_ptr, w_ptr, rows, token, mine, begin, tl.minimum(begin + SEGMENT, K), K, False,
-        BLOCK_N, BLOCK_K, BLOCK_T,
+    y = _segment(
+        w_ptr, scales_ptr, x_ptr, rows, token, mine, begin, tl.minimum(begin + SEGMENT, K),
+        N, K, BITS, GROUP, ZEROS, DTYPE, FAST, BLOCK_N, BLOCK_K, BLOCK_T,
     )  # fmt: skip
     if SPREAD:
         out_ptr += segment.to(tl.int64) * num_tokens * N
     elif SEGMENTS > 1:
         for later in range(1, SEGMENTS):
             begin = later * SEGMENT
-            y += dot_tile(
-                w_ptr, x_ptr, w_ptr, rows, token, mine, begin, tl.minimum(begin + SEGMENT, K), K,
-                False, BLOCK_N, BLOCK_K, BLOCK_T,
+            y += _segment(
+                w_ptr, scales_ptr, x_ptr, rows, token, mine, begin, tl.minimum(begin + SEGMENT, K),
+                N, K, BITS, GROUP, ZEROS, DTYPE, FAST, BLOCK_N, BLOCK_K, BLOCK_T,
             )  # fmt: skip
     if BIAS and not SPREAD:
         y += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
@@ -98,24 +127,32 @@ def segment_of(n: int, k: int, block_n: int) -> tuple[int, int]:
 
 
 def linear_triton(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Launch the product; arguments as `linear`."""
     x = x.contiguous()
-    assert weight.is_contiguous() and x.dtype == weight.dtype
     tokens, (n, k) = len(x), weight.shape
     out = x.new_empty(tokens, n)
     if tokens == 0:
         return out
+    if isinstance(weight, QuantizedMatrix):
+        scheme = weight.scheme
+        matrix = weight.codes.view(torch.int16)
+        scales = weight.scales.view(torch.int32)
+        assert matrix.is_contiguous() and scales.is_contiguous()
+    else:
+        assert weight.is_contiguous() and x.dtype == weight.dtype
+        scheme, matrix, scales = None, weight, weight
     capability = capability_of(x)
-    config = tile(capability, x.dtype, "dense", tokens)
-    segment, segments = segment_of(n, k, tile(capability, x.dtype, "dense", FEW).n)
+    config = tile(capability, x.dtype, "dense", tokens, scheme)
+    segment, segments = segment_of(n, k, tile(capability, x.dtype, "dense", FEW, scheme).n)
     spread = tokens <= SOME and segments > 1
     parts = x.new_empty(segments, tokens, n, dtype=torch.float32) if spread else out
     grid = (triton.cdiv(tokens, config.t), triton.cdiv(n, config.n), segments if spread else 1)
     _linear_kernel[grid](
-        x, weight, x if bias is None else bias, parts, tokens,
+        x, matrix, scales, x if bias is None else bias, parts, tokens,
         N=n, K=k, SEGMENT=segment, SEGMENTS=segments, SPREAD=spread, BIAS=bias is not None,
+        DTYPE=TRITON_DTYPES[x.dtype], **scheme_constants(x.dtype, scheme),
         BLOCK_N=config.n, BLOCK_K=config.k, BLOCK_T=config.t,
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
     )  # fmt: skip
