@@ -30,7 +30,7 @@ import torch
 
 from spmoe_lite import library
 from spmoe_lite.chat_template import ChatTemplate
-from spmoe_lite.config import SamplingParams
+from spmoe_lite.config import SamplingParams, matrix_bytes, scheme_of
 from spmoe_lite.cutoff import Drift, Profile, load_profile
 from spmoe_lite.decoder import PREFILL_CHUNK, Decoder
 from spmoe_lite.device import (
@@ -53,9 +53,11 @@ from spmoe_lite.errors import (
 )
 from spmoe_lite.generation import Generation, Run
 from spmoe_lite.kernels.expert_gemm import expert_down, expert_up
+from spmoe_lite.kernels.linear import linear
 from spmoe_lite.kvcache import KVCache
+from spmoe_lite.manifest import Dtypes
 from spmoe_lite.model import Transformer
-from spmoe_lite.pack import Pack
+from spmoe_lite.pack import Pack, view_weight
 from spmoe_lite.plan import ModelSize, Plan, make_plan, parse_size
 from spmoe_lite.predictor import ExpertPredictor
 from spmoe_lite.prefetch import Prefetcher
@@ -71,6 +73,7 @@ log = logging.getLogger("spmoe_lite")
 
 DEFAULT_CONTEXT = 8192
 DEFAULT_DRAFT_TOKENS = 4
+CODES_RATE = 0.4  # of a GPU's memory rate, in products with quantised matrices (docs/log.md)
 MAX_DRAFT_TOKENS = 31  # a verify pass of at most 32 rows
 WARM_UP = ((1, 0), (17, 0), (33, 0), (128, 0), (1, 128))  # rows of a pass, tokens before it
 
@@ -386,8 +389,8 @@ class Engine:
         sizes = [
             ModelSize(
                 pack.config,
-                pack.dense_bytes(),
-                pack.dense_dtype,
+                pack.dtypes,
+                pack.dense_sizes(),
                 0 if pack.expert_layout is None else pack.expert_layout.stride,
             )
             for pack in self._packs
@@ -402,7 +405,7 @@ class Engine:
             context=self.ctx_size,
             rows=max(min(PREFILL_CHUNK, self.ctx_size), draft_tokens + 1),
             read_rate=_read_rate(target),
-            memory_rate=memory_rate(self.device),
+            product_rates=_product_rates(self.device, target.dtypes),
         )
 
     def _load_models(
@@ -608,6 +611,27 @@ def _default_sampling(folder: Path) -> SamplingParams:
         return SamplingParams.from_generation_config(values)
     except (OSError, ValueError, AttributeError, SpmoeError) as error:
         raise DamagedError(f"{path}: {error}; convert again, or delete the file") from error
+
+
+def _product_rates(device: torch.device, dtypes: Dtypes) -> dict[str, float]:
+    """Bytes of weights per second in a single-row product, by dtype."""
+    plain, rates = memory_rate(device), {}
+    for dtype in {dtypes.dense, dtypes.linear, dtypes.embed, dtypes.experts} - {None}:
+        if scheme_of(dtype) is None:
+            rates[dtype] = plain
+        elif device.type == "cuda":
+            rates[dtype] = CODES_RATE * plain
+        else:  # as fast as the CPU dequantises, which has little to do with its memory
+            rows, columns = 512, 2048
+            memory = torch.zeros(matrix_bytes(dtype, rows, columns), dtype=torch.uint8)
+            matrix, row = view_weight(memory, dtype, (rows, columns)), torch.ones(1, columns)
+            seconds = []
+            for _ in range(2):
+                started = time.perf_counter()
+                linear(row, matrix)
+                seconds.append(time.perf_counter() - started)
+            rates[dtype] = memory.nbytes / max(min(seconds), 1e-9)
+    return rates
 
 
 def _read_rate(pack: Pack) -> float:

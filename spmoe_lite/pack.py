@@ -147,6 +147,15 @@ class Pack:
         """Bytes of all dense tensors."""
         return sum(tensor.size for tensor in self._dense.values())
 
+    def dense_sizes(self) -> dict[str, int]:
+        """The same by dtype."""
+        sizes: dict[str, int] = {}
+        for name, shape in m.dense_shapes(self.config).items():
+            dtype = self.dtypes.of(name)
+            parts = m.stored_as(name, dtype, shape)
+            sizes[dtype] = sizes.get(dtype, 0) + sum(part.size for _, part in parts)
+        return sizes
+
     def expert_count(self) -> int:
         """Layers times experts; 0 for a dense model."""
         return self.config.num_hidden_layers * self.config.num_local_experts

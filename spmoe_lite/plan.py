@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from spmoe_lite.config import DTYPE_BYTES, ModelConfig
+from spmoe_lite.config import DTYPE_BYTES, ModelConfig, scheme_of
 from spmoe_lite.errors import CapacityError, UsageError
 from spmoe_lite.progress import size
 
+if TYPE_CHECKING:
+    from spmoe_lite.manifest import Dtypes
+
 MIN_SLOTS = 2
+DEQUANTISED = 12  # bytes a weight of a matrix that the CPU dequantises for one product, from above
 _UNITS = {"": 1, "B": 1, "K": 1e3, "M": 1e6, "G": 1e9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
@@ -24,9 +30,13 @@ class ModelSize:
     """What of a pack matters for the plan; all of it stands in the headers."""
 
     config: ModelConfig
-    dense_bytes: int
-    dense_dtype: str
+    dtypes: Dtypes
+    dense: Mapping[str, int]  # bytes by dtype
     stride: int  # bytes of one expert, 0 for a dense model
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(self.dense.values())
 
     @property
     def expert_count(self) -> int:
@@ -103,9 +113,11 @@ def make_plan(
     context: int,
     rows: int,
     read_rate: float,
-    memory_rate: float,
+    product_rates: Mapping[str, float],
 ) -> Plan:
-    """budget, and what is available at most, in bytes; rows: the largest pass; rates in bytes per second.
+    """budget, and what is available at most, in bytes; rows: the largest pass.
+
+    Rates are bytes per second: from the pack, and by dtype of the weights of a single-row product.
 
     `slots` overrides what the budget would give. CapacityError if less than the minimum fits.
     """
@@ -117,7 +129,10 @@ def make_plan(
         draft_bytes = draft.dense_bytes + draft.expert_count * draft.stride
         kv += draft_kv
         kv_row += _kv(draft, 1) if context <= longest else 0
-    work = max(_workspace(model, rows) for model in (target, draft) if model is not None)
+    models = [model for model in (target, draft) if model is not None]
+    work = max(_workspace(model, rows) for model in models)
+    if device == "cpu":
+        work += max(_dequantised(model) for model in models)
     fixed = target.dense_bytes + draft_bytes + kv + work
     least = min(MIN_SLOTS, target.expert_count)
     if slots is not None and slots < least:
@@ -134,7 +149,9 @@ def make_plan(
             cures.append("leave out --draft")
         if (shorter := context - math.ceil(missing / kv_row)) >= 2:
             cures.append(f"lower --ctx-size to {shorter}")
-        free = f"free {size(needed - available)} on {device}, or use a smaller or narrower model"
+        free = (
+            f"free {size(needed - available)} on {device}, or use a smaller model or int4 (repack)"
+        )
         raise CapacityError(
             f"{size(needed)} are needed for {wanted} expert slots, weights, draft and caches, "
             f"{size(budget)} may be used: {' or '.join(cures) or free}"
@@ -146,7 +163,9 @@ def make_plan(
     if target.config.is_moe:
         active = target.config.num_experts_per_tok * target.config.num_hidden_layers * target.stride
         misses = 1 - chosen / target.expert_count
-        seconds = (target.dense_bytes + active) / memory_rate + misses * active / read_rate
+        read = [*target.dense.items(), (target.dtypes.experts or "", active)]
+        seconds = sum(count / product_rates[dtype] for dtype, count in read)
+        seconds += misses * active / read_rate
     return Plan(
         device=device,
         budget=budget,
@@ -167,7 +186,7 @@ def _kv(size: ModelSize, context: int) -> int:
     """Bytes a `KVCache` of that capacity takes."""
     c = size.config
     per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
-    return per_token * context * DTYPE_BYTES[size.dense_dtype]
+    return per_token * context * DTYPE_BYTES[size.dtypes.dense]
 
 
 def _workspace(size: ModelSize, rows: int) -> int:
@@ -175,3 +194,14 @@ def _workspace(size: ModelSize, rows: int) -> int:
     c = size.config
     widest = max(1, c.num_experts_per_tok) * (c.intermediate_size * 3 + c.hidden_size * 2)
     return 4 * rows * (widest + 8 * c.hidden_size) + 4 * 16 * c.vocab_size
+
+
+def _dequantised(size: ModelSize) -> int:
+    """What the largest product with a quantised matrix takes on the CPU, which has no kernel for it."""
+    c, dtypes = size.config, size.dtypes
+    heads = c.num_attention_heads + 2 * c.num_key_value_heads
+    rows = [(dtypes.embed, c.vocab_size), (dtypes.linear, heads * c.head_dim)]
+    width = c.intermediate_size
+    rows.append((dtypes.experts, width) if dtypes.experts else (dtypes.linear, 2 * width))
+    most = max((n for dtype, n in rows if scheme_of(dtype) is not None), default=0)
+    return most * c.hidden_size * DEQUANTISED

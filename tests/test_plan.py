@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from spmoe_lite.config import ModelConfig, Rope
 from spmoe_lite.errors import CapacityError, UsageError
+from spmoe_lite.manifest import Dtypes
 from spmoe_lite.plan import ModelSize, make_plan, parse_size
 
 
@@ -40,7 +41,7 @@ def test_a_forgotten_unit_is_asked_for():
         parse_size("20", 24 * 2**30)
 
 
-def model(layers, experts, width, longest=8192):
+def model(layers, experts, width, longest=8192, dtypes=("fp16", "fp16", "fp16", "fp16")):
     config = ModelConfig(
         family="mixtral" if experts else "mistral",
         vocab_size=1000,
@@ -56,11 +57,22 @@ def model(layers, experts, width, longest=8192):
         num_local_experts=experts,
         num_experts_per_tok=min(2, experts),
     )
-    return ModelSize(config, layers * width * 10**5, "fp16", 65536 * width if experts else 0)
+    dense = dict.fromkeys(dtypes[:3], layers * width * 10**5 // len(set(dtypes[:3])))
+    kinds = Dtypes(*dtypes[:3], dtypes[3] if experts else None)
+    return ModelSize(config, kinds, dense, 65536 * width if experts else 0)
+
+
+QUANTISED = ("bf16", "int8-g64", "int4-g64z", "int4-g32")
 
 
 @given(
-    target=st.builds(model, st.integers(1, 4), st.sampled_from([0, 1, 8]), st.integers(1, 40)),
+    target=st.builds(
+        model,
+        st.integers(1, 4),
+        st.sampled_from([0, 1, 8]),
+        st.integers(1, 40),
+        dtypes=st.sampled_from([("fp16",) * 4, QUANTISED]),
+    ),
     draft=st.none()
     | st.builds(
         model, st.integers(1, 3), st.sampled_from([0, 2]), st.integers(1, 9), st.integers(2, 9000)
@@ -83,7 +95,7 @@ def test_kind_i_o26_every_single_advice_of_a_refusal_works(
             available=budget + more,
             rows=max(5, min(512, asked["context"])),
             read_rate=1e9,
-            memory_rate=1e10,
+            product_rates=dict.fromkeys(("fp16", *QUANTISED), 1e10),
             **asked,
         )
         assert got.total_bytes <= got.budget
@@ -106,3 +118,32 @@ def test_kind_i_o26_every_single_advice_of_a_refusal_works(
         if "leave out --draft" in text:
             plan(draft=None)
         assert ("raise --vram" in text) != ("free " in text) or "lower" in text or "leave" in text
+
+
+def plan_of(target, device="cuda", slots=4, **rates):
+    rates = dict.fromkeys(("fp16", *QUANTISED), 1e10) | rates
+    return make_plan(
+        target, None, device=device, budget=10**12, available=10**12, slots=slots, context=100,
+        rows=8, read_rate=1e9, product_rates=rates,
+    )  # fmt: skip
+
+
+def test_a_token_takes_the_time_of_each_kind_of_weights():
+    target = model(1, 8, 3, dtypes=QUANTISED)
+    everything = plan_of(target, slots=8)
+    active = 2 * target.stride
+    assert everything.token_seconds == pytest.approx((target.dense_bytes + active) / 1e10)
+    for dtype, count in [*target.dense.items(), ("int4-g32", active)]:
+        slower = plan_of(target, slots=8, **{dtype: 1e9})
+        assert slower.token_seconds - everything.token_seconds == pytest.approx(count * 9e-10)
+    half = plan_of(target)
+    assert half.token_seconds - everything.token_seconds == pytest.approx(active / 2 / 1e9)
+
+
+def test_quantised_weights_narrow_no_kv_cache_and_take_room_to_dequantise_on_the_cpu():
+    floats, quantised = model(2, 4, 3), model(2, 4, 3, dtypes=QUANTISED)
+    assert plan_of(floats).kv_bytes == plan_of(quantised).kv_bytes == 2 * 2 * 2 * 16 * 100 * 2
+    assert plan_of(floats).workspace_bytes == plan_of(quantised).workspace_bytes
+    assert plan_of(floats, "cpu").workspace_bytes == plan_of(floats).workspace_bytes
+    head = plan_of(quantised, "cpu").workspace_bytes - plan_of(quantised).workspace_bytes
+    assert head == 1000 * 192 * 12
