@@ -90,11 +90,7 @@ from spmoe_lite.tokenizer import Tokenizer
 
 log = logging.getLogger("spmoe_lite")
 
-QUANTISED = {  # what int8 and int4 mean, by --group; without it the group is 64
-    "int8": {group: Scheme(8, group) for group in GROUPS},
-    "int4": {group: Scheme(4, group, zeros=True) for group in GROUPS},
-}
-DEFAULT_GROUP = 64
+QUANTISED = {"int8": Scheme(8, 64), "int4": Scheme(4, 64, zeros=True)}  # without --group
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +132,7 @@ def convert(
     """
     if name is not None and out is not None:
         raise UsageError("name or out, not both: out is the whole path of the pack")
-    asked = _asked(experts, dense, embed, group, force, on_progress, cancel)
+    asked = _Asked(experts, dense, embed, group, force, on_progress, cancel)
     opened, short, repo = _open(source, offline, on_progress, cancel)
     with contextlib.closing(opened):
         path = _target(out, short if name is None else name, home)
@@ -203,67 +199,63 @@ def _target(out: str | Path | None, name: str, home: str | Path | None) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What the caller asked for; a dtype or scheme, or None for the source's own."""
+    """What the caller asked for, in the words of the flags; None for the source's own precision."""
 
     experts: str | None
     dense: str | None
     embed: str | None
+    group: int | None
     force: bool
     on_progress: OnProgress | None
     cancel: threading.Event | None
 
+    def __post_init__(self) -> None:
+        given = {"experts": self.experts, "dense": self.dense, "embed": self.embed}
+        known = [*DTYPE_BYTES, *QUANTISED]
+        for flag, word in given.items():
+            if word is not None and word not in known:
+                raise UsageError(f"--{flag} {word!r:.40} is not one of {', '.join(known)}")
+        if self.group is None:
+            pass
+        elif self.group not in GROUPS:
+            groups = ", ".join(map(str, GROUPS))
+            raise UsageError(f"--group {self.group!r:.40} is not one of {groups}")
+        elif not QUANTISED.keys() & given.values():
+            raise UsageError(
+                f"--group {self.group} says nothing without int8 or int4; add --experts int4, or "
+                f"--dense or --embed"
+            )
+        if len(self._floats()) > 1:
+            raise UsageError(
+                f"--dense {self.dense} and --embed {self.embed}: what is not quantised has one "
+                f"float dtype; give the same twice, or int8 for one of them"
+            )
+
+    def _floats(self) -> set[str]:
+        return {self.dense, self.embed} & DTYPE_BYTES.keys()
+
     def dtypes(self, source: Dtypes) -> Dtypes:
         """The pack's. All that is not quantised has one float dtype, but for the experts."""
-        floats = [dtype for dtype in (self.dense, self.embed) if dtype in DTYPE_BYTES]
-        float_dtype = floats[0] if floats else source.dense
-
-        def matrices(asked: str | None, own: str) -> str:
-            dtype = asked or own
-            return float_dtype if scheme_of(dtype) is None else dtype
-
+        dense = next(iter(self._floats()), source.dense)
+        linear, embed = (
+            self._dtype(self.dense, source.linear),
+            self._dtype(self.embed, source.embed),
+        )
         return Dtypes(
-            float_dtype,
-            matrices(self.dense, source.linear),
-            matrices(self.embed, source.embed),
-            source.experts and (self.experts or source.experts),
+            dense,
+            dense if scheme_of(linear) is None else linear,
+            dense if scheme_of(embed) is None else embed,
+            source.experts and self._dtype(self.experts, source.experts),
         )
 
-
-def _asked(
-    experts: str | None,
-    dense: str | None,
-    embed: str | None,
-    group: int | None,
-    force: bool,
-    on_progress: OnProgress | None,
-    cancel: threading.Event | None,
-) -> _Asked:
-    """The flags, checked, with `group` made part of the schemes."""
-    given = {"experts": experts, "dense": dense, "embed": embed}
-    known = [*DTYPE_BYTES, *QUANTISED]
-    for flag, dtype in given.items():
-        if dtype is not None and dtype not in known:
-            raise UsageError(f"--{flag} {dtype!r:.40} is not one of {', '.join(known)}")
-    if group is not None and group not in GROUPS:
-        raise UsageError(f"--group {group!r:.40} is not one of {', '.join(map(str, GROUPS))}")
-    if group is not None and not QUANTISED.keys() & given.values():
-        raise UsageError(
-            f"--group {group} says nothing without int8 or int4; add it to --experts, --dense or "
-            f"--embed"
-        )
-    if dense in DTYPE_BYTES and embed in DTYPE_BYTES and dense != embed:
-        raise UsageError(
-            f"--dense {dense} and --embed {embed}: all that is not quantised has one float dtype; "
-            f"give both the same, or one of them int8"
-        )
-    named = {
-        flag: str(QUANTISED[dtype][group or DEFAULT_GROUP]) if dtype in QUANTISED else dtype
-        for flag, dtype in given.items()
-        if dtype is not None
-    }
-    return _Asked(
-        named.get("experts"), named.get("dense"), named.get("embed"), force, on_progress, cancel
-    )
+    def _dtype(self, word: str | None, own: str) -> str:
+        """What a flag makes of `own`; as many bits as it has, in groups as large, need no new codes."""
+        if word not in QUANTISED:
+            return word or own
+        scheme, found = QUANTISED[word], scheme_of(own)
+        if found and found.bits == scheme.bits and self.group in (None, found.group):
+            return own
+        return str(scheme if self.group is None else replace(scheme, group=self.group))
 
 
 @dataclass(slots=True)
@@ -378,7 +370,7 @@ def repack(
     is complete. Nothing to do is "already there". Raises `NotFoundError`, `DamagedError`, `CapacityError`,
     `UnsupportedError` (a model or values that the precision cannot hold), `Cancelled`.
     """
-    asked = _asked(experts, dense, embed, group, True, on_progress, cancel)
+    asked = _Asked(experts, dense, embed, group, True, on_progress, cancel)
     path = library.find(name, Path(home) if home else None)
     with Pack.open(path) as pack:
         model = _packed_model(pack)
@@ -387,7 +379,6 @@ def repack(
         _say_unused(pack.config, asked, path)
         if pack.format == FORMAT and not force and dtypes == pack.dtypes:
             return ConvertResult(path, True, None)
-        _say_lost(path, pack.dtypes, dtypes)
         plan = _plan(model, path, asked, {})
         check_room(plan)
         pack.verify(on_progress, cancel)
@@ -488,7 +479,7 @@ def _with_group(dtypes: Dtypes, group: int) -> Dtypes:
     return Dtypes(dtypes.dense, linear, embed, dtypes.experts and regrouped(dtypes.experts))
 
 
-def _say_lost(path: Path, old: Dtypes, new: Dtypes) -> None:
+def _say_lost(name: str, old: Dtypes, new: Dtypes) -> None:
     """What was quantised once cannot get better, and a second time gets a little worse."""
     for what in ("experts", "linear", "embed"):
         before, after = getattr(old, what), getattr(new, what)
@@ -498,7 +489,7 @@ def _say_lost(path: Path, old: Dtypes, new: Dtypes) -> None:
         named = {"linear": "matrices", "embed": "embeddings"}.get(what, what)
         log.warning(
             "%s: %s go from %s to %s and %s; for better ones convert the original again",
-            path.name,
+            name,
             named,
             before,
             after,
@@ -512,7 +503,7 @@ def _say_unused(config: ModelConfig, asked: _Asked, path: Path) -> None:
 
 
 def _say_narrowed(source: Source, recipe: Recipe, asked: _Asked) -> None:
-    """What was quantised is fp32 when read, and packed as bf16 unless a precision was named."""
+    """What was quantised otherwise is fp32 when read, and packed as bf16 unless it was named."""
     dense, experts = quantised(source, recipe)
     flags = ["--dense fp32"] * (dense and not asked.dense)
     flags += ["--experts fp32"] * (experts and not asked.experts)
@@ -521,6 +512,14 @@ def _say_narrowed(source: Source, recipe: Recipe, asked: _Asked) -> None:
             "%s is quantised and packed as bf16; %s keeps every bit, in twice the space",
             source.label,
             " ".join(flags),
+        )
+    again = (dense and {asked.dense, asked.embed} & QUANTISED.keys()) or (
+        experts and asked.experts in QUANTISED
+    )
+    if again:
+        log.warning(
+            "%s is quantised, and quantised once more: a little is lost that the original has",
+            source.label,
         )
 
 
@@ -624,6 +623,7 @@ def _confirm(plan: ConvertPlan, confirm: Callable[[ConvertPlan], bool] | None) -
 def _write(model: _Model, path: Path, asked: _Asked, shards: Shards | None = None) -> None:
     """Write the pack, going on from a partial one of the same source and options."""
     dtypes = asked.dtypes(model.source_dtypes)
+    _say_lost(model.source.label, model.source_dtypes, dtypes)
     natural = {f"source_{kind}": dtype for kind, dtype in asdict(model.source_dtypes).items()}
     writer = PackWriter(
         path,

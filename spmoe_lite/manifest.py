@@ -106,7 +106,7 @@ class Dtypes:
         return self.linear if name.endswith("_proj.weight") else self.dense
 
     def __str__(self) -> str:
-        """ "experts int4-g64z, matrices int8-g64, all else bf16", as plans and `inspect` say it."""
+        """For a person: `experts int4-g64z, matrices int8-g64, all else bf16`."""
         named = {"experts": self.experts, "matrices": self.linear, "embeddings": self.embed}
         other = [
             f"{kind} {dtype}" for kind, dtype in named.items() if dtype not in (None, self.dense)

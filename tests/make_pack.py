@@ -30,7 +30,7 @@ MOE = ModelConfig(
     bos_token_id=1,
     eos_token_ids=(2, 7),
 )
-WIDE = replace(MOE, hidden_size=64, intermediate_size=96, head_dim=16)  # in groups of 32
+WIDE = replace(MOE, hidden_size=64, intermediate_size=192, head_dim=16)  # in groups of 32 and 64
 DENSE_MODEL = replace(MOE, family="llama", num_local_experts=0, num_experts_per_tok=0)
 TEXTS = {"tokenizer.json": b'{"model": {}}', "chat_template.jinja": "{{ '\u00e9' }}".encode()}
 

@@ -26,7 +26,7 @@ from safetensors import safe_open
 
 from spmoe_lite import manifest as m
 from spmoe_lite import pack as pack_module
-from spmoe_lite.config import Scheme
+from spmoe_lite.config import Scheme, matrix_bytes
 from spmoe_lite.errors import (
     BusyError,
     Cancelled,
@@ -39,8 +39,8 @@ from spmoe_lite.errors import (
 )
 from spmoe_lite.manifest import layer_file, locked
 from spmoe_lite.pack import Pack, expert_layout
-from spmoe_lite.quant import quantize
-from tests.make_pack import DENSE_MODEL, MOE, TEXTS, Weights, bits, files_of
+from spmoe_lite.quant import QuantizedMatrix, pack_codes, pack_scales, quantize
+from tests.make_pack import DENSE_MODEL, MOE, TEXTS, WIDE, Weights, bits, files_of
 
 LINUX = sys.platform == "linux"
 KINDS = {
@@ -53,6 +53,25 @@ KINDS = {
     "dense": Weights(DENSE_MODEL),
     "dense, tied, biases": Weights(
         replace(DENSE_MODEL, tie_word_embeddings=True, attention_bias=True), dense_dtype="fp16"
+    ),
+    "moe, quantised": Weights(
+        WIDE, "bf16", "int4-g64z", linear_dtype="int8-g32", embed_dtype="int4-g32"
+    ),
+    "moe, quantised experts of odd sizes": Weights(
+        replace(MOE, hidden_size=32, intermediate_size=96), expert_dtype="int4-g32z"
+    ),
+    "dense, tied, biases, quantised": Weights(
+        replace(
+            WIDE,
+            family="llama",
+            num_local_experts=0,
+            num_experts_per_tok=0,
+            tie_word_embeddings=True,
+            attention_bias=True,
+        ),
+        "fp16",
+        linear_dtype="int4-g64z",
+        embed_dtype="int8-g64",
     ),
 }
 
@@ -71,21 +90,34 @@ def copy(made: Path, tmp_path: Path) -> Path:
 # The bytes
 
 
-@given(st.sampled_from(["fp32", "bf16", "fp16"]), st.integers(1, 20000), st.integers(1, 60000))
+@given(
+    st.sampled_from(["fp32", "bf16", "fp16", "int8-g64", "int4-g32", "int4-g128z"]),
+    st.integers(1, 20000),
+    st.integers(1, 60000),
+)
 def test_layout_is_aligned_and_holds_three_matrices(dtype: str, hidden: int, width: int) -> None:
     layout = expert_layout(dtype, hidden, width)
-    size = hidden * width * (4 if dtype == "fp32" else 2)
+    up, down = matrix_bytes(dtype, width, hidden), matrix_bytes(dtype, hidden, width)
     starts = [layout.gate_offset, layout.up_offset, layout.down_offset]
     assert all(start % 64 == 0 for start in starts)
-    for start, end in zip(starts, [*starts[1:], layout.stride], strict=True):
+    for start, size, end in zip(starts, (up, up, down), [*starts[1:], layout.stride], strict=True):
         assert start + size <= end
-    assert layout.stride % 65536 == 0 and layout.stride - 3 * size < 65536 + 3 * 64
+    assert layout.stride % 65536 == 0 and layout.stride - (2 * up + down) < 65536 + 3 * 64
 
 
 def test_layout_of_mixtral_has_no_hole() -> None:
     layout = expert_layout("bf16", 4096, 14336)
     assert (layout.up_offset, layout.down_offset) == (117440512, 234881024)
     assert layout.stride == 352321536 == 3 * 4096 * 14336 * 2
+    layout = expert_layout("int4-g64z", 4096, 14336)  # 4.25 bits a weight
+    assert (layout.up_offset, layout.down_offset) == (31195136, 62390272)
+    assert layout.stride - 3 * 31195136 < 65536
+
+
+def kind_of(weight: torch.Tensor | QuantizedMatrix) -> tuple:
+    if isinstance(weight, QuantizedMatrix):
+        return weight.scheme, weight.shape, *(kind_of(part) for part in weight.tensors())
+    return weight.dtype, tuple(weight.shape)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -98,8 +130,12 @@ def test_what_is_written_is_read(kind: str, tmp_path: Path) -> None:
         dense = pack.load_dense()
         assert list(dense) == list(weights.dense)
         for name, tensor in weights.dense.items():
-            assert dense[name].dtype == tensor.dtype and bits(dense[name]) == bits(tensor), name
+            assert kind_of(dense[name]) == kind_of(tensor) and bits(dense[name]) == bits(tensor), (
+                name
+            )
         assert pack.dense_bytes() == sum(t.nbytes for t in dense.values())
+        assert pack.dense_bytes() == sum(pack.dense_sizes().values())
+        assert pack.dense_sizes().keys() == {weights.dtypes.of(name) for name in dense}
         assert pack.expert_count() == sum(map(len, weights.experts))
         for layer, experts in enumerate(weights.experts):
             for expert, matrices in enumerate(experts):
@@ -123,9 +159,16 @@ def test_any_safetensors_reader_lists_and_reads_every_file(kind: str, tmp_path: 
     weights = KINDS[kind]
     path = weights.write(tmp_path / "a.spmoe")
     with safe_open(path / "dense.safetensors", "pt") as file:
-        assert set(file.keys()) == set(weights.dense)
-        for name, tensor in weights.dense.items():
-            assert bits(file.get_tensor(name)) == bits(tensor)
+        stored = {}
+        for name, weight in weights.dense.items():
+            if isinstance(weight, QuantizedMatrix):
+                stored |= {f"{name}.codes": weight.codes, f"{name}.scales": weight.scales}
+            else:
+                stored[name] = weight
+        assert set(file.keys()) == set(stored)
+        for name, tensor in stored.items():
+            found = file.get_tensor(name)
+            assert kind_of(found) == kind_of(tensor) and bits(found) == bits(tensor)
     with Pack.open(path) as pack:
         for layer in range(len(weights.experts)):
             with safe_open(path / layer_file(layer), "np") as file:
@@ -146,6 +189,85 @@ def test_the_bytes_of_an_expert_file_are_these(made: Path) -> None:
     assert data[:4096] == (4088).to_bytes(8, "little") + text.ljust(4088)
     assert len(data) == 4096 + 3 * 65536
     assert data[4096 : 4096 + 960] == bits(KINDS["moe"].experts[0][0][0])
+
+
+def hand_made(scheme: Scheme, rows: int, columns: int, shift: int) -> QuantizedMatrix:
+    """Codes, scales and zeros by rule, so that every byte can be told from its place."""
+    n, k = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    padded = -(-columns // 64) * 64
+    codes = torch.zeros(rows, padded, dtype=torch.uint8)
+    codes[:, :columns] = (k * 7 + n * 3 + shift) % (2 * scheme.middle)
+    g, n = torch.meshgrid(torch.arange(padded // scheme.group), torch.arange(rows), indexing="ij")
+    scales = 2.0 ** (g - n - 3) * (1 + shift / 8)
+    packed = pack_scales(scales, (g * 5 + n * 6 + shift) % 16, scheme)
+    return QuantizedMatrix(scheme, columns, pack_codes(codes, scheme), packed)
+
+
+def test_the_bytes_of_a_quantised_expert_are_these(tmp_path: Path) -> None:
+    """Two rows of 32 columns in int4-g32z: two runs of codes, then one word of scales a row."""
+    tiny = replace(
+        MOE, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_local_experts=2
+    )
+    weights, scheme = Weights(tiny, expert_dtype="int4-g32z"), Scheme(4, 32, zeros=True)
+    weights.experts = [
+        [tuple(hand_made(scheme, 32, 32, 3 * e + i) for i in range(3)) for e in (0, 1)]
+    ]
+    data = (weights.write(tmp_path / "a.spmoe") / layer_file(0)).read_bytes()[4096:]
+    assert len(data) == 2 * 65536
+    # 7 k mod 16 in row 0, 7 k + 3 in row 1; columns k and 16 + k share a byte here, and are equal
+    assert data[:32].hex() == "00007700ee005500cc003300aa0011008800ff006600dd004400bb0022009900"
+    assert data[32:64].hex() == "3300aa0011008800ff006600dd004400bb002200990000007700ee005500cc00"
+    # row 0: 2^-3, zero 0; 2^-2, zero 5. Row 1: 2^-4, zero 6; 2^-3, zero 11, whose top bit is the sign's
+    assert data[32 * 32 : 32 * 32 + 8].hex() == "00300534062c03b0"
+    matrix = 32 * 32 + 32 * 4  # codes, then a word of two scales for each row
+    assert matrix % 64 == 0 and data[matrix : matrix + 2].hex() == "1100"  # `up` adjoins
+    assert data[3 * matrix : 65536] == bytes(65536 - 3 * matrix)
+    assert data[65536:65538].hex() == "3300"
+
+
+def by_the_page(run: bytes, dtype: str, rows: int, columns: int) -> np.ndarray:
+    """A matrix as docs/pack-format.md says to read it, weight by weight; shares no code with ours."""
+    bits, group, zeros = int(dtype[3]), int(dtype[6:].rstrip("z")), dtype.endswith("z")
+    words = np.frombuffer(run, dtype="<u2")
+    blocks, wide = -(-columns // 64), 4 * bits  # words of 16 bits in one row of a block
+    values = np.empty((rows, columns))
+    for n in range(rows):
+        for k in range(columns):
+            part, j = divmod(k % 64, wide)
+            code = int(words[(k // 64 * rows + n) * wide + j]) >> bits * part & (1 << bits) - 1
+            pair, second = divmod(k // group, 2)
+            word = int(words[blocks * rows * wide + (pair * rows + n) * 2 + second])
+            zero = 1 << bits - 1
+            if zeros:
+                zero, word = word & 7 | word >> 15 << 3, word & 0x7FF8
+            values[n, k] = (code - zero) * float(np.array(word, dtype="<u2").view("<f2"))
+    return values
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "quantised" in kind])
+def test_a_stranger_reads_quantised_matrices_by_the_page_alone(kind: str, tmp_path: Path) -> None:
+    weights = KINDS[kind]
+    path = weights.write(tmp_path / "a.spmoe")
+    seen = 0
+    with safe_open(path / "dense.safetensors", "np") as file:
+        for name, weight in weights.dense.items():
+            if isinstance(weight, QuantizedMatrix):
+                run = b"".join(
+                    file.get_tensor(f"{name}.{p}").tobytes() for p in ("codes", "scales")
+                )
+                values = by_the_page(run, weights.dtypes.of(name), *weight.shape)
+                assert np.array_equal(values, weight.dequantize().numpy()), name
+                seen += 1
+    layout = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["expert_layout"]
+    for layer, experts in enumerate(weights.experts):
+        with safe_open(path / layer_file(layer), "np") as file:
+            run = file.get_tensor("expert.1").tobytes()
+        for name, weight in zip(("gate", "up", "down"), experts[1], strict=True):
+            start = layout[f"{name}_offset"]
+            values = by_the_page(run[start:], layout["dtype"], *weight.shape)
+            assert np.array_equal(values, weight.dequantize().numpy()), name
+            seen += 1
+    assert seen >= 6
 
 
 def test_manifest_lists_size_and_hash_of_every_file(made: Path) -> None:
@@ -483,6 +605,17 @@ def test_a_header_length_is_bounded_before_it_is_read(copy: Path, length: int) -
         ("model", {"family": "mixtral"}),
         ("dense_dtype", "int8"),
         ("dense_dtype", ["fp32"]),
+        ("dense_dtype", "int8-g64"),
+        ("dense_dtype", "bf16"),
+        ("linear_dtype", None),
+        ("linear_dtype", "int4"),
+        ("linear_dtype", "int3-g64"),
+        ("linear_dtype", "int8-g64"),
+        ("linear_dtype", "bf16"),
+        ("embed_dtype", "fp16"),
+        ("embed_dtype", ["int8-g64"]),
+        ("embed_dtype", "int4-g32"),
+        ("expert_dtype", "int4-g32"),
         ("expert_dtype", None),
         ("expert_dtype", "fp32"),
         ("expert_layout", None),
@@ -507,6 +640,54 @@ def test_a_manifest_that_misstates_a_field_is_refused(copy: Path, key: str, valu
     edit(copy, **{key: value})
     with pytest.raises(DamagedError, match="manifest.json"):
         Pack.open(copy)
+
+
+def test_a_scheme_that_the_shapes_do_not_allow_is_refused(tmp_path: Path) -> None:
+    raw = json.loads(
+        (KINDS["moe, quantised"].write(tmp_path / "a.spmoe") / "manifest.json").read_text("utf-8")
+    )
+    m.check_manifest(raw, Path("manifest.json"))
+    for key, value, what in (
+        ("linear_dtype", "int8-g128", "q_proj.*64 columns"),
+        ("embed_dtype", "int4-g128z", "embed_tokens.*64 columns"),
+        ("model", raw["model"] | {"vocab_size": 51}, "embed_tokens.*51 rows, an odd number"),
+    ):
+        with pytest.raises(DamagedError, match=what):
+            m.check_manifest(raw | {key: value}, Path("manifest.json"))
+    for key, value, what in (("linear_dtype", "int4-g32", "q_"), ("embed_dtype", "bf16", "27")):
+        edit(tmp_path / "a.spmoe", **{key: value})  # they would fit, but the file has another size
+        with pytest.raises(DamagedError, match=f"dense.safetensors.*{what}"):
+            Pack.open(tmp_path / "a.spmoe")
+        edit(tmp_path / "a.spmoe", **{key: raw[key]})
+
+
+QUANTISED_HEADERS = {
+    "codes as I8": lambda h: resized(h, ".codes", dtype="I8"),
+    "scales as F16": lambda h: resized(h, ".scales", dtype="F16"),
+    "codes of another block": lambda h: resized(h, ".codes", shape=[2, 64, 32]),
+    "scales before codes": lambda h: dict(sorted(h.items(), key=scales_first)),
+    "the float's name": lambda h: {n.removesuffix(".codes"): t for n, t in h.items()},
+}
+
+
+def resized(header: dict, ending: str, **changes: object) -> dict:
+    name = next(name for name in header if name.endswith("q_proj.weight" + ending))
+    return header | {name: header[name] | changes}
+
+
+def scales_first(item: tuple) -> int:
+    return item[1]["data_offsets"][0] - (10**6 if "0.q_proj.weight.scales" in item[0] else 0)
+
+
+@pytest.mark.parametrize("what", QUANTISED_HEADERS)
+def test_a_header_that_does_not_fit_a_quantised_matrix_is_refused(
+    what: str, tmp_path: Path
+) -> None:
+    path = KINDS["moe, quantised"].write(tmp_path / "a.spmoe")
+    rewrite_header(path, m.DENSE, QUANTISED_HEADERS[what])
+    with pytest.raises(DamagedError, match="dense.safetensors") as caught:
+        Pack.open(path)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -24,21 +24,27 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spmoe_lite import library
+from spmoe_lite.config import matrix_bytes, scheme_of
 from spmoe_lite.errors import DamagedError, SpmoeError
 from spmoe_lite.manifest import check_manifest, dense_shapes, layer_file
 from spmoe_lite.pack import Pack
-from tests.make_pack import MOE, Weights, files_of
+from tests.make_pack import MOE, WIDE, Weights, files_of
 
-WEIGHTS = Weights(MOE)
+WEIGHTS = {
+    "floats": Weights(MOE),
+    "quantised": Weights(
+        WIDE, "bf16", "int4-g64z", linear_dtype="int8-g32", embed_dtype="int4-g32"
+    ),
+}
 TENSOR_FILES = ["dense.safetensors", layer_file(0), layer_file(1)]
 FUZZ = settings(
     max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
 )
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return WEIGHTS.write(tmp_path_factory.mktemp("fuzz") / "a.spmoe")
+@pytest.fixture(scope="module", params=WEIGHTS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return WEIGHTS[request.param].write(tmp_path_factory.mktemp("fuzz") / "a.spmoe")
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +121,7 @@ HOSTILE = st.one_of(
     st.integers(),
     st.floats(allow_nan=True, allow_infinity=True),
     st.sampled_from(["", "fp32", "bf16", "U8", "F32", "..", "../x", "/dev/zero", "a\nb", "\ud800"]),
+    st.sampled_from(["int8-g32", "int8-g64", "int4-g32z", "int4-g64", "int4-g128z", "int2-g32"]),
     st.text(max_size=10),
     st.lists(st.integers(-2, 10), max_size=4),
     st.dictionaries(st.text(max_size=5), st.integers(), max_size=3),
@@ -196,14 +203,24 @@ def test_mutated_manifest_alone(made: Path, data: st.DataObject) -> None:
     except SpmoeError as error:
         assert "\n" not in str(error) and len(str(error)) < 1000
         return
-    config, layout = manifest.config, manifest.layout
+    config, layout, dtypes = manifest.config, manifest.layout, manifest.dtypes
+    for name, (rows, columns) in ((n, s) for n, s in dense_shapes(config).items() if len(s) == 2):
+        scheme = scheme_of(dtypes.of(name))
+        assert scheme is None or not (rows % 2 or columns % scheme.group)
     assert config.from_dict(config.to_dict()) == config
     assert all(isinstance(n, int) for shape in dense_shapes(config).values() for n in shape)
     if layout is not None:
-        size = layout.hidden_size * layout.intermediate_size * (2, 4)[layout.dtype == "fp32"]
-        starts = sorted([layout.gate_offset, layout.up_offset, layout.down_offset])
-        for start, stop in zip(starts, [*starts[1:], layout.stride], strict=True):
-            assert 0 <= start and start + size <= stop
+        hidden, width = layout.hidden_size, layout.intermediate_size
+        up, down = (
+            matrix_bytes(layout.dtype, width, hidden),
+            matrix_bytes(layout.dtype, hidden, width),
+        )
+        runs = sorted(
+            [(layout.gate_offset, up), (layout.up_offset, up), (layout.down_offset, down)]
+        )
+        ends = [*(start for start, _ in runs[1:]), layout.stride]
+        for (start, size), end in zip(runs, ends, strict=True):
+            assert 0 <= start and start + size <= end
 
 
 @pytest.mark.parametrize(

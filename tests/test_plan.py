@@ -146,4 +146,4 @@ def test_quantised_weights_narrow_no_kv_cache_and_take_room_to_dequantise_on_the
     assert plan_of(floats).workspace_bytes == plan_of(quantised).workspace_bytes
     assert plan_of(floats, "cpu").workspace_bytes == plan_of(floats).workspace_bytes
     head = plan_of(quantised, "cpu").workspace_bytes - plan_of(quantised).workspace_bytes
-    assert head == 1000 * 192 * 12
+    assert head == 1000 * 192 * 8
