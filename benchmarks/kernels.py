@@ -1,4 +1,4 @@
-"""Check, then time, every Triton kernel on this GPU, at the shapes of Mixtral-8x7B and Mistral-7B.
+"""Check, then time, every Triton kernel on this GPU, at the shapes of real models.
 
     python benchmarks/kernels.py [--out FILE] [--only NAME,...] [--match TEXT] [--jobs N]
 
@@ -6,14 +6,15 @@
 of a row for every number of rows from 1 to 32 and in prefill. `time` replays CUDA graphs over data
 several times the L2 and reports the median, next to ceilings measured in the same run: HBM read by
 a plain kernel, bf16 matrix rate of torch, copies from pinned memory. `--only` picks from checks,
-experts, host_reads, attention, linear, small and sweep; sweep, which must be named, times the
-candidate tiles that the tables in `kernels/configs.py` were chosen from (`--match` picks among
+experts, codes (quantised experts and dense products), host_reads, attention, linear, small and
+sweep; sweep, which must be named, times the candidate tiles that the tables in `kernels/configs.py` were chosen from (`--match` picks among
 them). Kernels are compiled first, by `--jobs` processes; the weights are random. Exit code 1 if
 any check failed.
 """
 
 import argparse
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -32,7 +33,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from spmoe_lite.config import ExpertLayout  # noqa: E402
+from spmoe_lite.config import ExpertLayout, Scheme, matrix_bytes, scheme_of  # noqa: E402
 from spmoe_lite.kernels import attention_triton as attention_module  # noqa: E402
 from spmoe_lite.kernels import expert_gemm_triton as expert_module  # noqa: E402
 from spmoe_lite.kernels import linear_triton as linear_module  # noqa: E402
@@ -43,18 +44,26 @@ from spmoe_lite.kernels.gate import gate_topk, gate_topk_reference  # noqa: E402
 from spmoe_lite.kernels.linear import linear  # noqa: E402
 from spmoe_lite.kernels.norm import rms_norm, rms_norm_reference  # noqa: E402
 from spmoe_lite.kernels.rope import rope, rope_reference  # noqa: E402
+from spmoe_lite.quant import QuantizedMatrix, quantize, view_matrix  # noqa: E402
 
-HIDDEN, INNER, EXPERTS, CHOICES, LAYERS = 4096, 14336, 8, 2, 4
+HIDDEN, INNER, EXPERTS, CHOICES = 4096, 14336, 8, 2
+SHAPES = {  # hidden, inner, experts, choices, layers that are several times the L2
+    "mixtral": (HIDDEN, INNER, EXPERTS, CHOICES, 4),
+    "qwen3": (2048, 768, 128, 8, 24),
+    "deepseek": (2048, 1408, 64, 6, 16),
+}
+SCHEMES = ("int4-g32", "int4-g32z", "int4-g64z", "int4-g128z", "int8-g32", "int8-g64", "int8-g128")
 HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
 TOLERANCE = {"fp32": 2e-6, "bf16": 6e-3, "fp16": 8e-4}  # relative error of a whole output, in norm
-DENSE = {"q": (4096, 4096), "k": (1024, 4096), "o": (4096, 4096), "gate": (14336, 4096)}
-PARTS = ["checks", "experts", "host_reads", "attention", "linear", "small", "sweep"]
-DENSE |= {"down": (4096, 14336), "head": (32000, 4096)}
+LAYER = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+DENSE = LAYER | {"head": (32000, 4096)}  # the products of Mistral-7B as the model makes them
+PARTS = ["checks", "experts", "codes", "host_reads", "attention", "linear", "small", "sweep"]
 
 
 def layout(dtype: str, hidden: int, inner: int) -> ExpertLayout:
-    size = hidden * inner * DTYPES[dtype].itemsize
-    return ExpertLayout(dtype, hidden, inner, 0, size, 2 * size, -(-3 * size // 65536) * 65536)
+    up = -(-matrix_bytes(dtype, inner, hidden) // 64) * 64
+    stride = 2 * up + matrix_bytes(dtype, hidden, inner)
+    return ExpertLayout(dtype, hidden, inner, 0, up, 2 * up, -(-stride // 65536) * 65536)
 
 
 def random(shape, dtype, scale=1.0, seed=0) -> torch.Tensor:
@@ -181,6 +190,76 @@ def check_experts(dtype: str) -> Checks:
     weights = torch.rand(700, choices, device="cuda")
     want = (out.double() * weights.double()[..., None]).sum(1)
     checks.error("combine against fp64", combine(out, weights), want, TOLERANCE[dtype])
+    return checks
+
+
+def coded(scheme: Scheme, rows: int, columns: int, seed: int) -> QuantizedMatrix:
+    generator = torch.Generator().manual_seed(seed)
+    return quantize(torch.randn(rows, columns, generator=generator) * 0.05, scheme)
+
+
+def check_codes(name: str, dtype: str) -> Checks:
+    """Quantised experts and dense products against fp64 products of the weights they stand for."""
+    checks = Checks(f"{name} in {dtype}")
+    scheme, torch_dtype = scheme_of(name), DTYPES[dtype]
+    hidden, inner, count, choices = 1024, 1408, 5, 2
+    shape = layout(name, hidden, inner)
+    slab = torch.zeros(count * shape.stride, dtype=torch.uint8)
+    weights = []
+    for e in range(count):
+        matrices = [coded(scheme, *size, 10 * e + i) for i, size in enumerate(
+            ((inner, hidden), (inner, hidden), (hidden, inner))
+        )]  # fmt: skip
+        for offset, matrix in zip((0, shape.up_offset, shape.down_offset), matrices, strict=True):
+            at = e * shape.stride + offset
+            for part in matrix.tensors():
+                run = part.contiguous().view(-1).view(torch.uint8)
+                slab[at : at + len(run)] = run
+                at += len(run)
+        weights.append([m.dequantize(torch_dtype).cuda().double() for m in matrices])
+    slab = slab.cuda()
+    copies = torch.full_like(slab, 171)
+    x = random((700, hidden), torch_dtype, seed=1)
+    experts = routing(700, 2, count - 1, choices)
+    ids = list(range(count))
+    use = table(slab.data_ptr(), shape.stride, ids, copies.data_ptr())
+    h, out, guards = run_experts(x, experts, use, shape)
+    checks.true("guard words, prefill", guards)
+    want_h, want_out = torch.empty_like(h).double(), torch.empty_like(out).double()
+    for e in range(count - 1):
+        gate, up, down = weights[e]
+        row, choice = torch.nonzero(experts == e, as_tuple=True)
+        rows = x[row].double()
+        want_h[row, choice] = torch.nn.functional.silu(rows @ gate.T) * (rows @ up.T)
+        want_out[row, choice] = h[row, choice].double() @ down.T
+    checks.error("up against fp64", h, want_h, TOLERANCE[dtype])
+    checks.error("down against fp64", out, want_out, TOLERANCE[dtype])
+    for e in ids:
+        span = slice(e * shape.stride, (e + 1) * shape.stride)
+        want = slab[span].clone() if e < count - 1 else torch.full_like(slab[span], 171)
+        end = shape.down_offset + matrix_bytes(name, hidden, inner)
+        want[end:] = 171
+        checks.true(f"write-through of expert {e}", torch.equal(copies[span], want))
+    plain = table(slab.data_ptr(), shape.stride, ids)
+    same_rows = True
+    for tokens in [*range(1, 33), 33, 100, 257]:
+        part = slice((tokens * 17) % 300, (tokens * 17) % 300 + tokens)
+        got_h, got, guards = run_experts(x[part], experts[part].clone(), plain, shape)
+        same_rows &= guards and torch.equal(got_h, h[part]) and torch.equal(got, out[part])
+    checks.true("row bits for T = 1 .. 32, 33, 100, 257, 700", same_rows)
+
+    for n, k in ((1000, 2176), (4096, 1024), (320, 128)):
+        w = coded(scheme, n, k, 3)
+        w = QuantizedMatrix(w.scheme, k, *(part.cuda() for part in w.tensors()))
+        x, b = random((700, k), torch_dtype, seed=4), random(n, torch_dtype, seed=3)
+        y = linear(x, w, b)
+        want = x.double() @ w.dequantize(torch_dtype).double().T + b.double()
+        checks.error(f"linear {n} x {k} against fp64", y, want, TOLERANCE[dtype])
+        same = all(
+            torch.equal(linear(x[t : 2 * t], w, b), y[t : 2 * t])
+            for t in [*range(1, 33), 33, 100, 257]
+        )
+        checks.true(f"linear {n} x {k}: row bits for T = 1 .. 32, 33, 100, 257, 700", same)
     return checks
 
 
@@ -327,6 +406,11 @@ for _dtype in ("bf16", "fp16", "fp32"):
     CHECKS += [(check_attention, (_dtype, head_dim)) for head_dim in (64, 80, 96, 128)]
 
 
+CHECKS += [(check_codes, (name, "bf16")) for name in SCHEMES]
+CHECKS += [(check_codes, (name, "fp16")) for name in ("int4-g32", "int4-g64z", "int8-g64")]
+CHECKS += [(check_codes, ("int4-g64z", "fp32"))]
+
+
 # ---------------------------------------------------------------- times
 
 
@@ -384,26 +468,26 @@ def ceilings() -> dict:
     return {"hbm_read_TB_s": best, "bf16_matrix_TFLOP_s": matrix, "pinned_copy_GB_s": copy}
 
 
-class Mixtral:
-    """A few layers of experts at Mixtral's shape, in bf16, and a table that leads to each."""
+class Experts:
+    """A few layers of experts at a model's shape, and a table that leads to each."""
 
-    def __init__(self, layers: int):
-        self.shape = layout("bf16", HIDDEN, INNER)
-        self.slab = torch.empty(
-            layers * EXPERTS * self.shape.stride, dtype=torch.uint8, device="cuda"
-        )
-        self.slab.view(torch.bfloat16).normal_(0, 0.02)
-        self.layers = layers
+    def __init__(self, dtype: str, model: str = "mixtral", layers: int | None = None):
+        self.hidden, self.inner, self.experts, self.choices, some = SHAPES[model]
+        self.layers = layers or some
+        self.shape = layout(dtype, self.hidden, self.inner)
+        self.slab = random_experts(self.shape, self.layers * self.experts)
+        self.bytes = 2 * matrix_bytes(dtype, self.inner, self.hidden)  # gate and up of one
+        self.down_bytes = matrix_bytes(dtype, self.hidden, self.inner)
 
     def calls(self, tokens: int, what: str, base: int | None = None, copy_base: int = 0):
         """One call per layer, and the bytes of weights it reads."""
-        experts = routing(tokens, tokens)
+        experts = routing(tokens, tokens, self.experts, self.choices)
         ids = sorted(set(experts.flatten().tolist()))
-        x = random((tokens, HIDDEN), torch.bfloat16)
-        h = random((tokens, CHOICES, INNER), torch.bfloat16)
-        out = torch.empty(tokens, CHOICES, HIDDEN, dtype=torch.bfloat16, device="cuda")
-        weights = torch.rand(tokens, CHOICES, device="cuda")
-        span = EXPERTS * self.shape.stride
+        x = random((tokens, self.hidden), torch.bfloat16)
+        h = random((tokens, self.choices, self.inner), torch.bfloat16)
+        out = torch.empty(tokens, self.choices, self.hidden, dtype=torch.bfloat16, device="cuda")
+        weights = torch.rand(tokens, self.choices, device="cuda")
+        span = self.experts * self.shape.stride
         bases = [self.slab.data_ptr() + layer * span for layer in range(self.layers)]
         uses = [
             table(address, self.shape.stride, ids, copy_base)
@@ -415,12 +499,31 @@ class Mixtral:
             "combine": lambda use: combine(out, weights),
         }
         runs["all"] = lambda use: [runs[part](use) for part in ("up", "down", "combine")]
-        share = {"up": 2 / 3, "down": 1 / 3, "combine": 0, "all": 1}[what]
-        read = int(3 * HIDDEN * INNER * 2 * len(ids) * share)
-        return [lambda use=use: runs[what](use) for use in uses], read, len(ids)
+        read = {"up": self.bytes, "down": self.down_bytes, "combine": 0}
+        read["all"] = self.bytes + self.down_bytes
+        return [lambda use=use: runs[what](use) for use in uses], read[what] * len(ids), len(ids)
 
 
-def time_experts(model: Mixtral, ceiling: dict) -> dict:
+def random_experts(shape: ExpertLayout, count: int) -> torch.Tensor:
+    """uint8 on the GPU: floats of a plausible size, or random codes and plausible scales."""
+    slab = torch.empty(count * shape.stride, dtype=torch.uint8, device="cuda")
+    scheme = scheme_of(shape.dtype)
+    if scheme is None:
+        slab.view(DTYPES[shape.dtype]).normal_(0, 0.02)
+        return slab
+    slab.view(torch.int64).random_()
+    one = slab.view(count, shape.stride)
+    sizes = ((shape.intermediate_size, shape.hidden_size),) * 2
+    sizes += ((shape.hidden_size, shape.intermediate_size),)
+    offsets = (shape.gate_offset, shape.up_offset, shape.down_offset)
+    for offset, (rows, columns) in zip(offsets, sizes, strict=True):
+        codes, scales = scheme.parts(rows, columns)
+        words = one[:, offset + codes : offset + codes + scales].view(torch.int16)
+        words.bitwise_and_(0x3FF).bitwise_or_(0x1800)  # scales of 0.002 to 0.004, any zero
+    return slab
+
+
+def time_experts(model: Experts, ceiling: dict, prefill: bool = True) -> dict:
     rows = {}
     for tokens in (1, 2, 3, 5, 8, 16, 17, 32):
         calls, read, union = model.calls(tokens, "all")
@@ -432,21 +535,109 @@ def time_experts(model: Mixtral, ceiling: dict) -> dict:
             row[f"{part}_TB_s"] = read / replay_ms(calls) / 1e9
         row["combine_us"] = replay_ms(model.calls(tokens, "combine")[0] * 8) * 1e3
         rows[f"decode T={tokens}"] = row
-    for tokens in (64, 128, 256, 512, 2048, 4096):
-        calls, _, union = model.calls(tokens, "all")
+    for tokens in (64, 128, 256, 512, 2048, 4096) if prefill else ():
+        calls, read, _union = model.calls(tokens, "all")
         ms = replay_ms(calls, 7)
-        flops = 6 * tokens * CHOICES * HIDDEN * INNER
+        flops = 6 * tokens * model.choices * model.hidden * model.inner
         row = {"ms": ms, "TFLOP_s": flops / ms / 1e9}
         row["of_matrix_rate"] = row["TFLOP_s"] / ceiling["bf16_matrix_TFLOP_s"]
-        row["TB_s"] = 3 * HIDDEN * INNER * 2 * union / ms / 1e9
+        row["TB_s"] = read / ms / 1e9
         rows[f"prefill T={tokens}"] = row
     return rows
 
 
-def time_host_reads(model: Mixtral) -> dict:
-    host = torch.empty(EXPERTS * model.shape.stride, dtype=torch.uint8, pin_memory=True)
-    host.view(torch.int16).fill_(0x3C01)
-    copies = torch.empty(EXPERTS * model.shape.stride, dtype=torch.uint8, device="cuda")
+def time_cliffs(model: Experts) -> dict:
+    """Every row with the same experts, T = 1 .. 32: the time at T + 1 over the time at T."""
+    times = []
+    span = model.experts * model.shape.stride
+    ids = list(range(model.choices))
+    uses = [
+        table(model.slab.data_ptr() + layer * span, model.shape.stride, ids)
+        for layer in range(model.layers)
+    ]
+    for tokens in range(1, 33):
+        experts = torch.arange(model.choices, dtype=torch.int32, device="cuda").repeat(tokens, 1)
+        x = random((tokens, model.hidden), torch.bfloat16)
+        h = torch.empty(tokens, model.choices, model.inner, dtype=torch.bfloat16, device="cuda")
+        out = torch.empty(tokens, model.choices, model.hidden, dtype=torch.bfloat16, device="cuda")
+
+        def both(use, x=x, h=h, out=out, experts=experts):
+            expert_up(x, experts, use, model.shape, h)
+            expert_down(h, experts, use, model.shape, out)
+
+        times.append(replay_ms([lambda u=u: both(u) for u in uses]))
+    worst = max(later / before for before, later in zip(times, times[1:], strict=False))
+    return {"us": " ".join(f"{ms * 1e3:.1f}" for ms in times), "worst_step": worst}
+
+
+def time_codes(ceiling: dict) -> dict:
+    """Quantised weights: experts of three models, one dense layer, reads of host memory."""
+    rows = {}
+    for name in SHAPES:
+        model = Experts("int4-g64z", name)
+        for row, values in time_experts(model, ceiling, name == "mixtral").items():
+            rows[f"{name} int4-g64z {row}"] = values
+        if name == "mixtral":
+            rows["mixtral int4-g64z cliffs"] = time_cliffs(model)
+        if name != "deepseek":
+            for row, values in time_host_reads(model).items():
+                rows[f"{name} int4-g64z host {row}"] = values
+        del model
+    for dtype in ("int4-g32z", "int4-g128z", "int8-g64"):
+        model = Experts(dtype)
+        for tokens in (1, 5, 8, 32, 512):
+            calls, read, union = model.calls(tokens, "all")
+            ms = replay_ms(calls, 7)
+            rate = read / ms / 1e9
+            rows[f"mixtral {dtype} T={tokens}"] = {
+                "union": union, "ms": ms, "TB_s": rate, "of_hbm": rate / ceiling["hbm_read_TB_s"],
+            }  # fmt: skip
+        del model
+    for dtype in ("int4-g64z", "int8-g64"):
+        for tokens in (1, 5, 32):
+            rows[f"dense {dtype} T={tokens}"] = time_dense_codes(dtype, tokens, ceiling)
+        w = coded_matrices(dtype, 14336, 4096, 1)[0]
+        for tokens in (512, 2048):
+            x = random((tokens, 4096), torch.bfloat16)
+            ms = replay_ms([lambda x=x, w=w: linear(x, w)] * 4, 7)
+            rate = 2 * tokens * 14336 * 4096 / ms / 1e9
+            rows[f"dense {dtype} gate T={tokens}"] = {
+                "us": ms * 1e3, "TFLOP_s": rate, "of_matrix_rate": rate / ceiling["bf16_matrix_TFLOP_s"],
+            }  # fmt: skip
+    return rows
+
+
+def coded_matrices(dtype: str, n: int, k: int, copies: int) -> list[QuantizedMatrix]:
+    scheme = scheme_of(dtype)
+    found = []
+    for _ in range(copies):
+        run = torch.empty(sum(scheme.parts(n, k)), dtype=torch.uint8, device="cuda").random_()
+        matrix = view_matrix(run, scheme, n, k)
+        matrix.scales.bitwise_and_(0x3FF).bitwise_or_(0x1800)
+        found.append(matrix)
+    return found
+
+
+def time_dense_codes(dtype: str, tokens: int, ceiling: dict) -> dict:
+    """The products of one Mistral-7B layer as the model makes them: qkv, o, gate_up, down."""
+    row, total_ms, total_bytes = {}, 0.0, 0
+    for name, (n, k) in LAYER.items():
+        size = matrix_bytes(dtype, n, k)
+        weights = coded_matrices(dtype, n, k, max(3, (400 << 20) // size))
+        x = random((tokens, k), torch.bfloat16)
+        ms = replay_ms([lambda x=x, w=w: linear(x, w) for w in weights])
+        row[f"{name}_us"] = ms * 1e3
+        total_ms, total_bytes = total_ms + ms, total_bytes + size
+    row["us"] = total_ms * 1e3
+    row["of_hbm"] = total_bytes / total_ms / 1e9 / ceiling["hbm_read_TB_s"]
+    return row
+
+
+def time_host_reads(model: Experts) -> dict:
+    size = model.experts * model.shape.stride
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    host.copy_(model.slab[:size])
+    copies = torch.empty(size, dtype=torch.uint8, device="cuda")
     rows = {}
     for tokens in (1, 5, 8, 32):
         calls, read, union = model.calls(tokens, "all", host.data_ptr())
@@ -502,10 +693,8 @@ def time_linear(ceiling: dict) -> dict:
             row = {"us": ms * 1e3, "TB_s": read / ms / 1e9, "torch_us": torch_ms * 1e3}
             row["of_hbm"] = row["TB_s"] / ceiling["hbm_read_TB_s"]
             rows[f"{name} T={tokens}"] = row
-            times = {"k": 2, "gate": 2, "head": 0}.get(
-                name, 1
-            )  # a layer: q, k, v, o, gate, up, down
-            total_ms, total_bytes = total_ms + times * ms, total_bytes + times * read
+            if name in LAYER:
+                total_ms, total_bytes = total_ms + ms, total_bytes + read
         share = total_bytes / total_ms / 1e9 / ceiling["hbm_read_TB_s"]
         rows[f"layer T={tokens}"] = {"us": total_ms * 1e3, "of_hbm": share}
     w = random((14336, 4096), torch.bfloat16, 0.02)
@@ -548,6 +737,16 @@ UP_MANY = [(256, 64, 8, 3), (256, 64, 8, 4), (128, 64, 8, 4), (128, 64, 4, 4), (
 DOWN_MANY = [(128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 4), (256, 64, 8, 3), (256, 64, 8, 4)]
 ATTENTION = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 32, 4, 3), (64, 32, 4, 4)]
 ATTENTION += [(64, 32, 4, 6), (32, 64, 4, 3), (64, 32, 4, 5)]
+CODES_FEW = [(64, 16, 4, 3), (64, 16, 4, 4), (64, 16, 4, 6), (64, 16, 4, 8), (128, 16, 4, 3)]
+CODES_FEW += [(128, 16, 4, 4), (128, 16, 4, 6), (128, 16, 8, 3), (128, 16, 8, 4), (128, 16, 8, 6)]
+CODES_MANY = [
+    (128, 64, 4, 3),
+    (128, 128, 8, 3),
+    (128, 128, 8, 4),
+    (128, 128, 4, 3),
+    (256, 64, 8, 3),
+]
+CODES_MANY += [(256, 128, 8, 2), (256, 128, 8, 3), (128, 256, 8, 2), (64, 128, 4, 4)]
 LINEAR = [(tile, wanted) for tile in DOWN_FEW[1:6] for wanted in (128, 256)]
 
 
@@ -563,12 +762,34 @@ def patched(module, **values):
             setattr(module, name, value)
 
 
-def sweep_experts(model: Mixtral, part: str, tokens: int, entry: tuple) -> float:
+def sweep_experts(part: str, tokens: int, entry: tuple) -> float:
     n, k, warps, stages = entry
     columns = 16 if tokens <= 16 else 128
     chosen = Tile(n, k, columns, warps, stages)
     with patched(expert_module, tile=lambda *ignored: chosen):
-        return replay_ms(model.calls(tokens, part)[0], 9)
+        return replay_ms(shared_experts("bf16", "mixtral").calls(tokens, part)[0], 9)
+
+
+def sweep_codes(name: str, dtype: str, part: str, tokens: int, entry: tuple) -> float:
+    n, t, warps, stages = entry
+    with patched(expert_module, tile=lambda *ignored: Tile(n, 0, t, warps, stages)):
+        return replay_ms(shared_experts(dtype, name).calls(tokens, part)[0], 9)
+
+
+def sweep_dense_codes(dtype: str, name: str, tokens: int, entry: tuple, wanted: int) -> float:
+    n, t, warps, stages = entry
+    x = random((tokens, DENSE[name][1]), torch.bfloat16)
+    weights = coded_matrices(
+        dtype, *DENSE[name], max(3, (400 << 20) // matrix_bytes(dtype, *DENSE[name]))
+    )
+    chosen = Tile(n, 0, t, warps, stages)
+    with patched(linear_module, tile=lambda *ignored: chosen, WANTED_PROGRAMS=wanted):
+        return replay_ms([lambda w=w: linear(x, w) for w in weights], 9)
+
+
+@functools.lru_cache(maxsize=1)
+def shared_experts(dtype: str, name: str) -> Experts:
+    return Experts(dtype, name)
 
 
 def sweep_attention(tokens: int, context: int, entry: tuple, layers: int = 8) -> float:
@@ -590,30 +811,57 @@ def sweep_linear(entry: tuple, n: int, k: int) -> float:
 
 
 def sweeps(match: str) -> list[tuple]:
-    """(name, function, arguments after the model) of every candidate."""
+    """(name, function, arguments) of every candidate."""
     jobs = [("up", e, tokens) for e in UP_FEW for tokens in (1, 5, 8)]
     jobs += [("down", e, tokens) for e in DOWN_FEW for tokens in (1, 5, 8)]
     jobs += [("up", e, tokens) for e in UP_MANY for tokens in (512, 2048)]
     jobs += [("down", e, tokens) for e in DOWN_MANY for tokens in (512, 2048)]
     found = [(f"{part} T={t} {e}", sweep_experts, (part, t, e)) for part, e, t in jobs]
+    for name, tokens in (("mixtral", (1, 5, 8)), ("qwen3", (1, 5, 8)), ("deepseek", (1, 8))):
+        for part in ("up", "down"):
+            for entry in CODES_FEW:
+                found += [
+                    (
+                        f"codes {name} {part} T={t} {entry}",
+                        sweep_codes,
+                        (name, "int4-g64z", part, t, entry),
+                    )
+                    for t in tokens
+                ]
+    for part in ("up", "down"):
+        for entry in CODES_MANY:
+            found += [
+                (
+                    f"codes mixtral {part} T={t} {entry}",
+                    sweep_codes,
+                    ("mixtral", "int4-g64z", part, t, entry),
+                )
+                for t in (512, 2048)
+            ]
+    for entry in CODES_FEW:
+        for wanted in (256, 512):
+            for name in LAYER:
+                arguments = ("int4-g64z", name, 1, entry, wanted)
+                found.append(
+                    (f"codes dense {name} T=1 {entry} {wanted}", sweep_dense_codes, arguments)
+                )
     for entry in ATTENTION:
         for tokens, context in ((1, 32768), (5, 32768), (1, 1024), (5, 8192), (2048, 2048)):
             name = f"attention T={tokens} context {context} {entry}"
             found.append((name, sweep_attention, (tokens, context, entry)))
     for entry in LINEAR:
-        for name in ("q", "k", "gate", "down"):
+        for name in LAYER:
             found.append(
                 (f"linear {name} {DENSE[name]} {entry}", sweep_linear, (entry, *DENSE[name]))
             )
     return [job for job in found if match in job[0]]
 
 
-def sweep(model: Mixtral, match: str) -> dict:
+def sweep(match: str) -> dict:
     rows = {}
     for name, function, arguments in sweeps(match):
         try:
-            needs_model = function is sweep_experts
-            rows[name] = function(model, *arguments) if needs_model else function(*arguments)
+            rows[name] = function(*arguments)
         except Exception as error:  # a candidate that does not fit is a result too
             rows[name] = f"{type(error).__name__}: {error}"[:200]
     return rows
@@ -631,25 +879,42 @@ def one_launch(calls, repeats: int = 0) -> float:
 def warm(index: int, count: int, only: list[str], match: str) -> None:
     """Compile a share of what will be timed, by launching it once on one layer."""
     globals()["replay_ms"] = one_launch
-    model = Mixtral(1)
+    for name, (*sizes, _layers) in SHAPES.items():
+        SHAPES[name] = (*sizes, 1)
     jobs = []
-    if "experts" in only or "host_reads" in only:
+    models = [("mixtral", "bf16")] if {"experts", "host_reads"} & set(only) else []
+    if "codes" in only:
+        models += [(name, "int4-g64z") for name in SHAPES]
+        models += [("mixtral", dtype) for dtype in ("int4-g32z", "int4-g128z", "int8-g64")]
+        for dtype in ("int4-g64z", "int8-g64"):
+            for n, k in LAYER.values():
+                for t in (1, 17, 512):
+                    jobs.append(
+                        lambda d=dtype, n=n, k=k, t=t: linear(
+                            random((t, k), torch.bfloat16), coded_matrices(d, n, k, 1)[0]
+                        )
+                    )
+    for name, dtype in models:
         for tokens in (1, 17, 64, 128, 256, 512):
             for part in ("up", "down", "combine"):
-                jobs.append(lambda t=tokens, p=part: one_launch(model.calls(t, p)[0]))
+                jobs.append(
+                    lambda n=name, d=dtype, t=tokens, p=part: one_launch(
+                        shared_experts(d, n).calls(t, p)[0]
+                    )
+                )
     if "attention" in only:
         jobs += [lambda t=t: one_launch(attention_calls(t, 2048, 1)) for t in (1, 2048)]
     for name, (n, k) in DENSE.items() if "linear" in only else ():
-        w = [torch.empty(n, k, dtype=torch.bfloat16, device="cuda")]
         for tokens in (1, 17, 512):
-            if tokens < 512 or name == "gate":
-                x = random((tokens, k), torch.bfloat16)
-                jobs.append(lambda x=x, w=w: one_launch([lambda: linear(x, w[0])]))
+            if tokens < 512 or name == "gate_up":
+                jobs.append(
+                    lambda n=n, k=k, t=tokens: linear(
+                        random((t, k), torch.bfloat16), random((n, k), torch.bfloat16)
+                    )
+                )
     if "sweep" in only:
         for _name, function, arguments in sweeps(match):
-            if function is sweep_experts:
-                arguments = (model, *arguments)
-            elif function is sweep_attention:
+            if function is sweep_attention:
                 arguments = (*arguments, 1)
             jobs.append(lambda f=function, a=arguments: f(*a))
     for job in jobs[index::count]:
@@ -714,14 +979,14 @@ def main() -> int:
     save()
     if only != ["checks"]:
         ceiling = result["ceilings"] = ceilings()
-        model = Mixtral(LAYERS)
         parts = {
-            "experts": lambda: time_experts(model, ceiling),
-            "host_reads": lambda: time_host_reads(model),
+            "experts": lambda: time_experts(shared_experts("bf16", "mixtral"), ceiling),
+            "host_reads": lambda: time_host_reads(shared_experts("bf16", "mixtral")),
+            "codes": lambda: time_codes(ceiling),
             "attention": lambda: time_attention(ceiling),
             "linear": lambda: time_linear(ceiling),
             "small": time_small,
-            "sweep": lambda: sweep(model, options.match),
+            "sweep": lambda: sweep(options.match),
         }
         for name, part in parts.items():
             if name in only:

@@ -1,8 +1,8 @@
 """Triton kernels of attention against the KV cache; equation and contract in `attention.py`.
 
 The context is cut into splits at absolute positions, whatever T, start and window are: 128 keys
-each up to 1024, then 256 up to 4096, 512 up to 16384, and 1024 beyond, so that a short context
-gives the card enough programs and a long one no needless ones. Within a split the softmax runs
+each up to 1024, then 256 up to 4096, and 1024 beyond, so that a short context gives the card enough
+programs and a long one no needless ones. Within a split the softmax runs
 online over blocks of keys and leaves (m, l, acc): a bound m of the scores, the sum of 2^(score -
 m), and the sum of values so weighted. Splits are then added one after the other, in rising order,
 at a common m:
@@ -45,24 +45,20 @@ def splits_up_to(position: int) -> int:
         return position // 128 + 1
     if position < 4096:
         return (position - 1024) // 256 + 9
-    if position < 16384:
-        return (position - 4096) // 512 + 21
-    return (position - 16384) // 1024 + 45
+    return (position - 4096) // 1024 + 21
 
 
 @triton.jit
 def _splits_up_to(position):
     count = tl.where(position < 1024, position // 128 + 1, (position - 1024) // 256 + 9)
-    count = tl.where(position < 4096, count, (position - 4096) // 512 + 21)
-    return tl.where(position < 16384, count, (position - 16384) // 1024 + 45)
+    return tl.where(position < 4096, count, (position - 4096) // 1024 + 21)
 
 
 @triton.jit
 def _split_begin(split):
-    """First key of a split: 0, 128, ..., 1024, 1280, ..., 4096, 4608, ..., 16384, 17408, ..."""
+    """First key of a split: 0, 128, ..., 1024, 1280, ..., 4096, 5120, ..."""
     begin = tl.where(split < 8, split * 128, 1024 + (split - 8) * 256)
-    begin = tl.where(split < 20, begin, 4096 + (split - 20) * 512)
-    return tl.where(split < 44, begin, 16384 + (split - 44) * 1024)
+    return tl.where(split < 20, begin, 4096 + (split - 20) * 1024)
 
 
 @triton.jit

@@ -98,10 +98,18 @@ _HOPPER_CODES: _Table = dict.fromkeys(
         Tile(64, 0, 16, 4, 4),
         Tile(64, 0, 32, 4, 4),
         Tile(128, 0, 64, 4, 3),
-        Tile(128, 0, 128, 8, 3),
+        Tile(128, 0, 128, 8, 2),
     ),
 )
-_AMPERE_CODES: _Table = _HOPPER_CODES
+_AMPERE_CODES: _Table = dict.fromkeys(
+    ("up", "down", "dense"),
+    (
+        Tile(64, 0, 16, 4, 4),
+        Tile(64, 0, 32, 4, 4),
+        Tile(64, 0, 64, 4, 2),
+        Tile(128, 0, 128, 8, 2),
+    ),
+)
 
 
 def tiles(
