@@ -148,9 +148,14 @@ class ModelConfig:
 
     @classmethod
     def from_hf(
-        cls, config: dict[str, Any], generation_config: dict[str, Any] | None = None
+        cls,
+        config: dict[str, Any],
+        generation_config: dict[str, Any] | None = None,
+        methods: tuple[str, ...] = (),
     ) -> ModelConfig:
         """Read the contents of `config.json`, and of `generation_config.json` for its end tokens.
+
+        `methods` are the ways of quantising that the caller will read by itself.
 
         Raises `UnsupportedError` naming the key for anything this program would run wrongly:
         another family or activation, a rope it does not know, quantised weights, sizes that do
@@ -160,7 +165,7 @@ class ModelConfig:
         if not isinstance(config, dict):
             raise UnsupportedError(f"config.json is {type(config).__name__}, not an object")
         family = _family(config)
-        _refuse_quantised(config)
+        _refuse_quantised(config, methods)
         _refuse_unlike(config, family)
         heads = _need(config, "num_attention_heads")
         hidden = _need(config, "hidden_size")
@@ -408,16 +413,39 @@ def _family(config: dict[str, Any]) -> str:
     return str(family)
 
 
-def _refuse_quantised(config: dict[str, Any]) -> None:
-    for key in ("quantization_config", "compression_config"):
-        values = config.get(key)
-        if values is None:
-            continue
-        method = values.get("quant_method") if isinstance(values, dict) else None
-        raise UnsupportedError(
-            f"config: {key} says the weights are quantised ({method or 'no method named'!s:.40}); "
-            f"fetch the original fp32, fp16 or bf16 checkpoint, or a GGUF file"
-        )
+def quantisation(config: dict[str, Any]) -> tuple[str, Any] | None:
+    """The key of config.json that says how the weights are quantised, and its value."""
+    for key in ("compression_config", "quantization_config"):
+        if config.get(key) is not None:
+            return key, config[key]
+    return None
+
+
+def quantisation_method(values: Any) -> str | None:
+    """The method that such a value names; old files of bitsandbytes have only its switches."""
+    if not isinstance(values, dict):
+        return None
+    method = values.get("quant_method")
+    if isinstance(method, str) and method.isprintable():
+        return method.lower()
+    switches = ("load_in_4bit", "load_in_8bit")
+    return "bitsandbytes" if any(name in values for name in switches) else None
+
+
+def _refuse_quantised(config: dict[str, Any], methods: tuple[str, ...]) -> None:
+    found = quantisation(config)
+    if found is None:
+        return
+    key, values = found
+    method = quantisation_method(values)
+    if key == "compression_config":
+        method = method or "compressed-tensors"
+    elif method in methods:
+        return
+    raise UnsupportedError(
+        f"config: {key} says the weights are quantised ({method or 'no method named'!s:.40}); "
+        f"fetch the original fp32, fp16 or bf16 checkpoint, one in 4-bit AWQ or GPTQ, or a GGUF file"
+    )
 
 
 def _refuse_unlike(config: dict[str, Any], family: str) -> None:

@@ -245,15 +245,25 @@ def test_kind_b_what_would_run_wrongly_is_refused_by_name(config: Any, named: st
     [
         ({"quant_method": "gptq", "bits": 4}, "gptq"),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
-        ({"load_in_4bit": True}, "no method named"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "compressed-tensors"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes"),
+        ({"load_in_4bit": True}, "bitsandbytes"),
+        ({"quant_method": "hqq"}, "hqq"),
+        ({"quant_method": "torchao"}, "torchao"),
+        ({"quant_method": "MXFP4"}, "mxfp4"),
+        ({"quant_method": "eetq"}, "eetq"),
+        ({"quant_method": "quanto"}, "quanto"),
+        ({"quant_method": ["awq"]}, "no method named"),
         ("awq", "no method named"),
     ],
 )
 def test_kind_a_quantised_weights_are_refused_with_the_method(
     key: str, values: Any, method: str
 ) -> None:
-    with pytest.raises(UnsupportedError, match=f"{method}.*fetch the original"):
-        ModelConfig.from_hf(MIXTRAL | {key: values})
+    if key == "compression_config" and method == "no method named":
+        method = "compressed-tensors"  # no other method ever wrote that key
+    with pytest.raises(UnsupportedError, match=f"\\({method}\\).*fetch the original"):
+        ModelConfig.from_hf(MIXTRAL | {key: values}, methods=("awq",))
 
 
 @pytest.mark.parametrize(
