@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spmoe_lite.converters import ConvertPlan, convert, repack
+from spmoe_lite.config import Scheme, matrix_bytes, scheme_of
+from spmoe_lite.converters import ConvertPlan, convert, recipe, repack
+from spmoe_lite.converters.source import Checkpoint, Piece
 from spmoe_lite.errors import (
     Cancelled,
     CapacityError,
@@ -28,9 +31,11 @@ from spmoe_lite.errors import (
     UsageError,
 )
 from spmoe_lite.manifest import Dtypes
-from spmoe_lite.pack import Pack
+from spmoe_lite.pack import TORCH_DTYPES, Pack, Weight, view_weight
 from spmoe_lite.progress import Progress
+from spmoe_lite.quant import QuantizedMatrix, quantize
 from tests import tiny
+from tests.make_pack import bits
 
 ROOT = Path(__file__).resolve().parent.parent
 PART_1, PART_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -40,9 +45,8 @@ INDEX = "model.safetensors.index.json"
 def fingerprint(pack: Path) -> dict[str, Any]:
     """All of a pack but its source and date: tensor bytes by hash, resolved config, token count."""
     raw = json.loads((pack / "manifest.json").read_text(encoding="utf-8"))
-    kept = {
-        key: raw[key] for key in ("model", "dense_dtype", "expert_layout", "num_tokens", "audit")
-    }
+    keys = ("model", "dense_dtype", "linear_dtype", "embed_dtype", "expert_layout", "num_tokens")
+    kept = {key: raw[key] for key in (*keys, "audit")}
     return kept | {"files": raw["files"]}
 
 
@@ -153,6 +157,250 @@ def test_precision_is_the_sources_unless_another_is_asked(
             ]
             cast = matrix.to(wanted[pack.expert_layout.dtype])
             assert torch.equal(data[: cast.nbytes].view(cast.dtype), cast.reshape(-1))
+
+
+# Quantised precisions
+
+
+def loaded(pack_path: Path) -> tuple[Dtypes, dict[str, Weight], list[list[list[Weight]]]]:
+    """The dtypes of a pack, its dense tensors, and gate, up, down of its experts [layer][expert]."""
+    with Pack.open(pack_path) as pack:
+        pack.verify()
+        config, layout, experts = pack.config, pack.expert_layout, []
+        for layer in range(config.num_hidden_layers if layout else 0):
+            experts.append([])
+            for expert in range(config.num_local_experts):
+                run = torch.from_numpy(pack.expert_bytes(layer, expert).copy())
+                up, matrices = (config.intermediate_size, config.hidden_size), []
+                for kind, shape in (("gate", up), ("up", up), ("down", up[::-1])):
+                    start = getattr(layout, f"{kind}_offset")
+                    size = matrix_bytes(layout.dtype, *shape)
+                    matrices.append(view_weight(run[start : start + size], layout.dtype, shape))
+                experts[layer].append(matrices)
+        return pack.dtypes, pack.load_dense(), experts
+
+
+def as_quantised(weight: torch.Tensor, dtype: str) -> bytes:
+    scheme = scheme_of(dtype)
+    return bits(weight if scheme is None else quantize(weight, scheme))
+
+
+@pytest.mark.parametrize("source_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options, dtypes",
+    [
+        ({"experts": "int4", "group": 32}, (None, None, None, "int4-g32z")),
+        ({"experts": "int4"}, (None, None, None, "int4-g64z")),
+        ({"experts": "int8", "group": 32}, (None, None, None, "int8-g32")),
+        ({"dense": "int8", "experts": "int8"}, (None, "int8-g64", None, "int8-g64")),
+        ({"embed": "int4"}, (None, None, "int4-g64z", None)),
+        (
+            {"experts": "int4", "dense": "int8", "embed": "fp16"},
+            ("fp16", "int8-g64", "fp16", "int4-g64z"),
+        ),
+        (
+            {"experts": "fp16", "dense": "bf16", "embed": "int8"},
+            ("bf16", "bf16", "int8-g64", "fp16"),
+        ),
+    ],
+)
+def test_each_kind_of_tensor_gets_its_precision_from_the_source_s_own_values(
+    options: dict[str, Any],
+    dtypes: tuple[str | None, ...],
+    source_dtype: torch.dtype,
+    tmp_path: Path,
+) -> None:
+    own = {torch.float32: "fp32", torch.bfloat16: "bf16"}[source_dtype]
+    wanted = Dtypes(*(dtype or own for dtype in dtypes))
+    source = tiny.tiny_mixtral(
+        tmp_path / "s", intermediate=192, dtype=source_dtype, config={"attention_bias": False}
+    )
+    path = convert(source, out=tmp_path / "o.spmoe", **options).path
+    exact, dense, experts = loaded(convert(source, out=tmp_path / "exact.spmoe").path)
+    found, packed_dense, packed_experts = loaded(path)
+    assert exact == Dtypes(own, own, own, own) and found == wanted
+    for name, weight in dense.items():
+        dtype = wanted.of(name)
+        if dtype in TORCH_DTYPES:
+            weight = weight.to(TORCH_DTYPES[dtype])
+        assert bits(packed_dense[name]) == as_quantised(weight, dtype), name
+    assert isinstance(packed_dense["layers.1.router.weight"], torch.Tensor)
+    for layer in range(2):
+        for expert in range(4):
+            for ours, weight in zip(
+                packed_experts[layer][expert], experts[layer][expert], strict=True
+            ):
+                if wanted.experts in TORCH_DTYPES:
+                    weight = weight.to(TORCH_DTYPES[wanted.experts])
+                assert bits(ours) == as_quantised(weight, wanted.experts)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "llama"])
+def test_a_dense_model_has_quantised_projections_and_float_norms_and_biases(
+    kind: str, tmp_path: Path
+) -> None:
+    config = {"attention_bias": True} if kind == "llama" else {}
+    path = tiny.tiny_pack(tmp_path, kind, dense="int4", group=32, config=config)
+    _, dense, _ = loaded(path)
+    for name, weight in dense.items():
+        assert isinstance(weight, QuantizedMatrix) == name.endswith("_proj.weight"), name
+    assert any(name.endswith("bias") for name in dense) == (kind == "llama")
+
+
+@pytest.mark.parametrize("spelling", ["named", "stacked", "mixed"])
+def test_every_spelling_gives_the_same_quantised_pack(spelling: str, tmp_path: Path) -> None:
+    options = {"experts": "int4", "dense": "int8", "group": 32}
+    wanted = fingerprint(tiny.tiny_pack(tmp_path / "a", **options))
+    assert fingerprint(tiny.tiny_pack(tmp_path / "b", **options, spelling=spelling)) == wanted
+
+
+def test_how_many_rows_are_quantised_at_once_changes_no_byte(
+    tmix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"experts": "int4", "dense": "int8", "embed": "int8", "group": 32}
+    wanted = fingerprint(convert(tmix, out=tmp_path / "a.spmoe", **options).path)
+    seen: list[Progress] = []
+    monkeypatch.setattr(recipe, "QUANTISED_BYTES", 64 * 4 * 5)  # five rows of 64 fp32 weights
+    made = convert(tmix, out=tmp_path / "b.spmoe", on_progress=seen.append, **options).path
+    assert fingerprint(made) == wanted
+    counts = [p.done for p in seen if p.stage == "convert"]
+    assert counts == sorted(counts) and len(counts) > 8 * 3 * 60 / 5
+    assert {p.total for p in seen if p.stage == "convert"} == {counts[-1]}
+
+
+def test_cancelling_takes_effect_inside_a_matrix(
+    tmix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe, "QUANTISED_BYTES", 1)
+    cancel, seen = threading.Event(), []
+
+    def stop(progress: Progress) -> None:
+        seen.append(progress)
+        if len(seen) == 5:
+            cancel.set()
+
+    with pytest.raises(Cancelled):
+        convert(
+            tmix,
+            out=tmp_path / "o.spmoe",
+            experts="int4",
+            group=32,
+            cancel=cancel,
+            on_progress=stop,
+        )
+    assert len(seen) == 5 and not (tmp_path / "o.spmoe.partial").exists()
+
+
+@pytest.mark.parametrize(
+    "model, asked, words, advice, cured",
+    [
+        (
+            {"intermediate": 96},
+            {"experts": "int4"},
+            ["--experts int4 with groups of 64: down of every expert has 96 columns"],
+            "give --group 32 or --experts fp32",
+            [{"experts": "int4", "group": 32}, {"experts": "fp32"}],
+        ),
+        (
+            {"intermediate": 192},
+            {"experts": "int8", "group": 128},
+            ["gate", "64 columns", "groups of 128"],
+            "give --group 64 or --group 32 or --experts fp32",
+            [{"experts": "int8", "group": 64}],
+        ),
+        (
+            {"hidden": 40, "head_dim": 10},
+            {"dense": "int8"},
+            ["q_proj.weight has 40 columns"],
+            "give --dense fp32",
+            [{"dense": "fp32"}],
+        ),
+        (
+            {"vocab": 321},
+            {"embed": "int8", "experts": "bf16"},
+            ["embed_tokens.weight has 321 rows, an odd number"],
+            "give --embed fp32",
+            [{"embed": "fp32", "experts": "bf16"}],
+        ),
+        (
+            {"hidden": 128, "intermediate": 95},
+            {"experts": "int8", "dense": "bf16"},
+            ["gate of every expert has 95 rows, an odd number"],
+            "give --experts bf16",
+            [{"experts": "bf16", "dense": "bf16"}],
+        ),
+    ],
+)
+def test_a_scheme_that_does_not_fit_is_refused_with_what_would_do(
+    model: dict[str, int],
+    asked: dict[str, Any],
+    words: list[str],
+    advice: str,
+    cured: list[dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    source = tiny.tiny_mixtral(tmp_path / "s", **model)
+    with pytest.raises(UnsupportedError) as caught:
+        convert(source, out=tmp_path / "o.spmoe", **asked)
+    assert str(caught.value).endswith(advice)
+    refused(source, tmp_path, UnsupportedError, *words, **asked)
+    for options in cured:
+        convert(source, out=tmp_path / "o.spmoe", force=True, **options)
+
+
+@pytest.mark.parametrize(
+    "options, word",
+    [
+        ({"dense": "int5"}, "--dense 'int5' is not one of fp32, bf16, fp16, int8, int4"),
+        ({"embed": "q4_0"}, "--embed 'q4_0'"),
+        ({"experts": "int4-g64z"}, "--experts 'int4-g64z'"),
+        ({"experts": "int4", "group": 48}, "--group 48 is not one of 32, 64, 128"),
+        ({"experts": "int4", "group": "64"}, "--group '64' is not"),
+        ({"group": 64}, "--group 64 says nothing without int8 or int4"),
+        ({"experts": "bf16", "dense": "fp16", "group": 64}, "--group 64 says nothing"),
+        ({"dense": "fp16", "embed": "bf16"}, "one float dtype"),
+    ],
+)
+def test_flags_that_say_nothing_or_contradict_are_refused(
+    options: dict[str, Any], word: str, tmix: Path, tmp_path: Path
+) -> None:
+    refused(tmix, tmp_path, UsageError, word, **options)
+
+
+def test_a_source_that_holds_the_scheme_exactly_is_not_quantised_anew(
+    tmix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The seam for quantised sources: what `read_quantized` gives is what the pack holds."""
+    name = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+    scheme = Scheme(4, 32, zeros=True)
+    exact = quantize(torch.randn(64, 96, generator=torch.Generator().manual_seed(5)), scheme)
+    asked = []
+
+    def held(self: Checkpoint, piece: Piece, wanted: Scheme) -> QuantizedMatrix | None:
+        asked.append((piece.name, wanted))
+        return exact if piece.name == name and wanted == scheme else None
+
+    monkeypatch.setattr(Checkpoint, "read_quantized", held)
+    plain = convert(tmix, out=tmp_path / "p.spmoe", experts="int8", group=32).path
+    path = convert(tmix, out=tmp_path / "o.spmoe", experts="int4", group=32).path
+    assert (name, Scheme(8, 32)) in asked and asked.count((name, scheme)) == 1
+    experts, other = loaded(path)[2], loaded(plain)[2]
+    assert bits(experts[1][2][2]) == bits(exact) and bits(other[1][2][2]) != bits(exact)
+    assert bits(experts[1][2][1]) != bits(experts[1][1][1])
+    broken = torch.full_like(exact.scales, 0x7C00)  # infinity in fp16
+    exact = QuantizedMatrix(scheme, 96, exact.codes, broken)
+    with pytest.raises(DamagedError, match=r"layers\.1\.block.*scales that are NaN or infinite"):
+        convert(tmix, out=tmp_path / "q.spmoe", experts="int4", group=32)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1e7])
+def test_kind_k_o33_weights_that_no_scale_can_hold(
+    value: float, tmix: Path, tmp_path: Path
+) -> None:
+    name = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+    edit(tmix, shard_of(tmix, name), lambda t: t[name][7].__setitem__(9, value))
+    kind = UnsupportedError if value == 1e7 else DamagedError
+    refused(tmix, tmp_path, kind, name, experts="int4", group=32)
 
 
 def test_mixed_precision_keeps_every_value(tmix: Path, tmp_path: Path) -> None:
@@ -728,13 +976,16 @@ PEAK = textwrap.dedent("""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilo
 
     before = peak()
-    convert(sys.argv[2], out=sys.argv[3])
+    convert(sys.argv[2], out=sys.argv[3], experts=sys.argv[4])
     print(peak() - before)
 """)
 
 
+@pytest.mark.parametrize("experts", ["fp16", "int4", "int8"])
 @pytest.mark.parametrize("spelling", ["w123", "stacked"])
-def test_memory_holds_one_expert_not_the_checkpoint(spelling: str, tmp_path: Path) -> None:
+def test_memory_holds_one_expert_not_the_checkpoint(
+    spelling: str, experts: str, tmp_path: Path
+) -> None:
     pytest.importorskip("resource")
     source = tiny.tiny_mixtral(
         tmp_path / "big", hidden=512, intermediate=1024, experts=8, spelling=spelling,
@@ -742,7 +993,15 @@ def test_memory_holds_one_expert_not_the_checkpoint(spelling: str, tmp_path: Pat
     )  # fmt: skip
     layer = 8 * 3 * 512 * 1024 * 2
     assert sum(path.stat().st_size for path in source.glob("*.safetensors")) > 2 * layer
-    command = [sys.executable, "-c", PEAK, str(ROOT), str(source), str(tmp_path / "o.spmoe")]
+    command = [
+        sys.executable,
+        "-c",
+        PEAK,
+        str(ROOT),
+        str(source),
+        str(tmp_path / "o.spmoe"),
+        experts,
+    ]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=100, check=True)
     assert int(done.stdout) < layer, f"{int(done.stdout)} bytes, a layer has {layer}"
 
