@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spmoe_lite import library
-from spmoe_lite.converters import convert, repack
+from spmoe_lite.converters import convert, recipe, repack
 from spmoe_lite.errors import (
     Cancelled,
     CapacityError,
@@ -28,8 +28,10 @@ from spmoe_lite.errors import (
     UnsupportedError,
     UsageError,
 )
-from spmoe_lite.pack import Pack
+from spmoe_lite.manifest import Dtypes
+from spmoe_lite.pack import Pack, view_weight
 from spmoe_lite.progress import Progress
+from spmoe_lite.quant import QuantizedMatrix
 from tests import stub_hub, tiny
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,7 +66,7 @@ KILL = textwrap.dedent("""
     from spmoe_lite.converters import convert
     from spmoe_lite.errors import SpmoeError
 
-    source, base = Path(sys.argv[2]), Path(sys.argv[3])
+    source, base, options = Path(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
     base.mkdir()
 
     def run(out, kill_at):
@@ -84,7 +86,7 @@ KILL = textwrap.dedent("""
                 ):
                     event()
             sys.addaudithook(audit)
-            convert(source, out=out, on_progress=event)
+            convert(source, out=out, on_progress=event, **options)
             os.write(write, str(seen).encode())
             os._exit(0)
         os.close(write)
@@ -109,10 +111,13 @@ KILL = textwrap.dedent("""
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked children")
-def test_kind_j_o28_killed_anywhere_a_rerun_ends_as_a_clean_run(tmix: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"experts": "int4", "dense": "int8", "group": 32}])
+def test_kind_j_o28_killed_anywhere_a_rerun_ends_as_a_clean_run(
+    options: dict[str, Any], tmix: Path, tmp_path: Path
+) -> None:
     base = tmp_path / "out"
     done = subprocess.run(
-        [sys.executable, "-c", KILL, str(ROOT), str(tmix), str(base)],
+        [sys.executable, "-c", KILL, str(ROOT), str(tmix), str(base), json.dumps(options)],
         capture_output=True,
         encoding="utf-8",
         timeout=200,
@@ -125,6 +130,7 @@ def test_kind_j_o28_killed_anywhere_a_rerun_ends_as_a_clean_run(tmix: Path, tmp_
     assert len(made) >= counts["killed"] + 2 and all(path.suffix == ".spmoe" for path in made)
     for path in made:
         assert contents(path) == clean, path.name
+    assert clean["linear_dtype"] == ("int8-g32" if options else "fp32")
 
 
 def stop_after(share: float, cancel: threading.Event) -> Any:
@@ -201,20 +207,25 @@ def test_no_permission_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("changed", ["weights", "experts"])
+@pytest.mark.parametrize("changed", ["weights", "experts", "embed", "group"])
 def test_kind_j_o28_a_partial_of_other_options_is_never_mixed_in(
     changed: str, tmix: Path, tmp_path: Path
 ) -> None:
     out, cancel = tmp_path / "o.spmoe", threading.Event()
+    options: dict[str, Any] = {}
+    if changed == "group":
+        shutil.rmtree(tmix)
+        tiny.tiny_mixtral(tmix, layers=3, intermediate=128)
+        options = {"experts": "int4", "group": 64}
     with pytest.raises(Cancelled):
-        convert(tmix, out=out, cancel=cancel, on_progress=stop_after(0.6, cancel))
+        convert(tmix, out=out, cancel=cancel, on_progress=stop_after(0.6, cancel), **options)
     assert (tmp_path / "o.spmoe.partial" / LAYER_0).is_file()
-    options = {}
     if changed == "weights":
         shutil.rmtree(tmix)
         tiny.tiny_mixtral(tmix, layers=3, seed=5)
     else:
-        options = {"experts": "bf16"}
+        changes = {"experts": "bf16", "embed": "int8", "group": 32}
+        options[changed] = changes[changed]
     convert(tmix, out=out, **options)
     assert contents(out) == contents(convert(tmix, out=tmp_path / "p.spmoe", **options).path)
 
@@ -243,7 +254,26 @@ def test_already_there(tmix: Path, tmp_path: Path) -> None:
     assert (contents(out), (out / LAYER_0).stat().st_mtime_ns) == before
 
 
-@pytest.mark.parametrize("options", [{"experts": "bf16"}, {"dense": "bf16"}])
+def test_already_there_counts_every_precision(tmp_path: Path) -> None:
+    tmix, out = tiny.tiny_mixtral(tmp_path / "tmix", intermediate=128), tmp_path / "o.spmoe"
+    options: dict[str, Any] = {"experts": "int4", "dense": "int8"}
+    convert(tmix, out=out, **options)
+    before = contents(out)
+    for same in ({}, {"group": 64}, {"embed": "fp32"}, {"embed": "fp32", "group": 64}):
+        assert convert(tmix, out=out, **options, **same).already_there
+    for other in (
+        {"group": 32},
+        {"embed": "int8"},
+        {"embed": "bf16"},
+        {"dense": "int4"},
+        {"dense": None},
+    ):
+        with pytest.raises(UsageError, match="experts int4-g64z, matrices int8-g64.*--force"):
+            convert(tmix, out=out, **(options | other))
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize("options", [{"experts": "bf16"}, {"dense": "bf16"}, {"embed": "int8"}])
 def test_other_options_need_force(options: dict[str, str], tmix: Path, tmp_path: Path) -> None:
     out = convert(tmix, out=tmp_path / "o.spmoe").path
     before = contents(out)
@@ -354,6 +384,28 @@ def test_from_the_hub(low_disk: bool, hub: Any, tmp_path: Path) -> None:
     assert hub.requests(".safetensors") == before, "asked for shards of a finished pack"
 
 
+@pytest.mark.parametrize("options", [
+    {"experts": "int4", "dense": "int8", "group": 32},
+    {"experts": "fp16", "dense": "int4", "embed": "bf16", "group": 32},
+    {"dense": "fp16", "embed": "int8"},
+])  # fmt: skip
+def test_low_disk_quantises_the_source_s_own_values_once(
+    options: dict[str, Any], hub: Any, tmp_path: Path
+) -> None:
+    source = tiny.tiny_mixtral(tmp_path / "tmix", layers=4, shards=4)
+    hub.add("acme/tiny", source)
+    out, cancel = tmp_path / "o.spmoe", threading.Event()
+    with pytest.raises(Cancelled):
+        convert("acme/tiny", out=out, low_disk=True, cancel=cancel,
+                on_progress=stop_after(0.8, cancel), **options)  # fmt: skip
+    assert any((tmp_path / "o.spmoe.partial" / "spool").iterdir())
+    first = hub.requests("model-00001-of-")
+    convert("acme/tiny", out=out, low_disk=True, **options)
+    assert hub.requests("model-00001-of-") == first
+    assert equal_weights(out, convert(source, out=tmp_path / "p.spmoe", **options).path)
+    assert not (out / "spool").exists()
+
+
 def test_low_disk_resumes_without_fetching_a_finished_shard_again(hub: Any, tmp_path: Path) -> None:
     source = tiny.tiny_mixtral(tmp_path / "tmix", layers=6, shards=6)
     hub.add("acme/tiny", source)
@@ -443,6 +495,75 @@ def test_repack_equals_a_conversion_to_that_precision(kind: str, tmp_path: Path)
     assert [p.stage for p in seen if p.stage != "convert"][0] == "verify"
     with pytest.raises(UsageError, match="--force"):
         convert(source, out=old, experts="bf16", dense="fp16")
+
+
+QUANTISED: dict[str, Any] = {"experts": "int4", "dense": "int8", "embed": "int8", "group": 32}
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "llama"])
+def test_repack_quantises_as_a_conversion_does(kind: str, tmp_path: Path) -> None:
+    old = tiny.tiny_pack(tmp_path, kind)
+    options = QUANTISED if kind == "mixtral" else QUANTISED | {"experts": None}
+    wanted = convert(tmp_path / f"{kind}-source", out=tmp_path / "p.spmoe", **options).path
+    assert repack(old, **options).path == old
+    assert contents(old)["files"] == contents(wanted)["files"]
+
+
+def test_repack_of_what_is_quantised_so_already_copies_the_bytes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny.tiny_pack(tmp_path, **QUANTISED)
+    before = contents(path)
+    monkeypatch.setattr(recipe, "quantize", None)  # nothing is quantised anew
+    for options in ({}, QUANTISED, {"experts": "int4"}, {"dense": "int8", "group": 32}):
+        assert repack(path, **options).already_there
+    assert not repack(path, force=True, **QUANTISED).already_there
+    assert contents(path)["files"] == before["files"]
+    assert not [r for r in caplog.records if "go from" in r.getMessage()]
+    repack(path, embed="bf16")  # changes embeddings and norms alone
+    made = contents(path)
+    assert made["files"][LAYER_0] == before["files"][LAYER_0]
+    assert (made["linear_dtype"], made["embed_dtype"]) == ("int8-g32", "bf16")
+    with Pack.open(path) as pack:
+        assert isinstance(pack.load_dense()["layers.0.q_proj.weight"], QuantizedMatrix)
+
+
+def test_repack_to_floats_gives_the_values_that_the_codes_stand_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tiny.tiny_pack(tmp_path, **QUANTISED)
+    with Pack.open(path) as pack:
+        dense, layout = pack.load_dense(), pack.expert_layout
+        run = torch.from_numpy(pack.expert_bytes(1, 2).copy())
+        gate = view_weight(run[: layout.up_offset], layout.dtype, (96, 64)).dequantize()
+    repack(path, experts="bf16", dense="fp32", embed="fp32")
+    said = [r.getMessage() for r in caplog.records if "gain nothing back" in r.getMessage()]
+    assert len(said) == 3 and "experts go from int4-g32z to bf16" in said[0]
+    assert "matrices go from int8-g32 to fp32" in said[1]
+    with Pack.open(path) as pack:
+        assert pack.dtypes == Dtypes("fp32", "fp32", "fp32", "bf16")
+        for name, weight in pack.load_dense().items():
+            was = dense[name]
+            was = was.dequantize() if isinstance(was, QuantizedMatrix) else was
+            assert torch.equal(weight, was), name
+        run = torch.from_numpy(pack.expert_bytes(1, 2).copy())[: 96 * 64 * 2]
+        assert torch.equal(run.view(torch.bfloat16).view(96, 64), gate.bfloat16())
+    caplog.clear()
+    repack(path, experts="int8", group=32)  # from floats: nothing to say
+    assert not [r for r in caplog.records if "go from" in r.getMessage()]
+    repack(path, experts="int4", group=32)
+    assert "experts go from int8-g32 to int4-g32z and lose a little more" in caplog.text
+
+
+def test_repack_refuses_a_scheme_that_does_not_fit(tmp_path: Path) -> None:
+    path = tiny.tiny_pack(tmp_path, vocab=321)
+    before = contents(path)
+    for options, word in (({"experts": "int4"}, "--group 32"), ({"embed": "int8"}, "321 rows")):
+        with pytest.raises(UnsupportedError, match=word):
+            repack(path, **options)
+    with pytest.raises(UsageError, match="--group 32 says nothing"):
+        repack(path, group=32)
+    assert contents(path) == before and not (tmp_path / "mixtral.spmoe.partial").exists()
 
 
 def test_repack_by_name_and_with_nothing_to_do(tmp_path: Path) -> None:
