@@ -197,21 +197,23 @@ precision_options = options(
     click.option(
         "--experts",
         type=click.Choice(PRECISIONS),
-        help="Precision of the experts: int4 is a quarter of bf16, int8 half of it and near-exact.",
+        help="Precision of the experts: int4 takes a quarter of the bytes of bf16, int8 half.",
     ),
     click.option(
         "--dense",
         type=click.Choice(PRECISIONS),
-        help="Of attention and MLP matrices; a float is that of norms, router and activations too.",
+        help="Of attention and MLP matrices; a float also of norms, router, activations.",
     ),
     click.option(
-        "--embed", type=click.Choice(PRECISIONS), help="Of embeddings and head; else a float."
+        "--embed",
+        type=click.Choice(PRECISIONS),
+        help="Of embeddings and head; without it the float of the rest.",
     ),
     click.option(
         "--group",
         type=click.Choice(["32", "64", "128"]),
         callback=lambda ctx, param, value: value and int(value),
-        help="Weights that share a scale in int8 and int4; 64 if not given, fewer are more exact.",
+        help="Weights that share a scale in int8 and int4; 64 if not given, 32 is more exact.",
     ),
 )
 model_options = options(
@@ -524,6 +526,10 @@ def convert(source: str, yes: bool, **given: Any) -> int:
     SOURCE is a folder with a Hugging Face checkpoint, a .gguf file, a hub id (owner/model or
     owner/model@revision), or a short name such as mixtral-8x7b. An existing path wins over a hub id. A
     stopped conversion resumes when the same command is typed again.
+
+    Every precision not named stays the source's own. For a card that does not hold the model, start with
+    --experts int4; add --dense int8 where memory is short, as for a draft. Norms, routers and biases are
+    never quantised.
     """
     from spmoe_lite.converters import convert as library_convert
 
@@ -623,7 +629,8 @@ def verify(pack: str) -> None:
 def repack(name: str, **given: Any) -> None:
     """Bring a pack to the newest format or another precision.
 
-    Nothing is downloaded: the pack itself is read.
+    Nothing is downloaded: the pack itself is read. What int8 or int4 has lost stays lost; keep a pack of
+    floats, or convert the original again, to choose anew.
     """
     from spmoe_lite.converters import repack as library_repack
 
@@ -921,7 +928,10 @@ def _date(modified: float) -> str:
 
 def _contents(found: dict[str, Any]) -> list[list[str]]:
     """What a person wants to know of a pack; --json has the rest."""
+    from spmoe_lite.manifest import Dtypes
+
     model, audit, source = found["model"], found["audit"], found["source"]
+    dense = Dtypes(found["dense_dtype"], found["linear_dtype"], found["embed_dtype"], None)
     revision = f"@{source['revision']}" if source.get("revision") else ""
     rows = [
         ["pack", found["path"]],
@@ -935,7 +945,7 @@ def _contents(found: dict[str, Any]) -> list[list[str]]:
         ["context", f"{model['max_position_embeddings']} tokens"],
         ["vocabulary", f"{found['num_tokens']} tokens"],
         ["size", size(found["total_bytes"])],
-        ["dense part", f"{found['dense_dtype']}, {size(found['dense_file_bytes'])}"],
+        ["dense part", f"{dense}, {size(found['dense_file_bytes'])}"],
     ]
     if found["experts"]:
         rows += [

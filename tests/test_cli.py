@@ -633,7 +633,8 @@ def conversion(monkeypatch):
 def test_convert_passes_its_options_on(conversion, typed, capsys):
     assert (
         spmoe(
-            *"convert small --name x --experts bf16 --dense fp32 --force --low-disk --offline".split()
+            *"convert small --name x --experts int4 --dense fp32 --embed int8 --group 32 --force".split(),
+            *"--low-disk --offline".split(),
         )
         == 0
     )
@@ -642,8 +643,10 @@ def test_convert_passes_its_options_on(conversion, typed, capsys):
     assert given == {
         "name": "x",
         "out": None,
-        "experts": "bf16",
+        "experts": "int4",
         "dense": "fp32",
+        "embed": "int8",
+        "group": 32,
         "force": True,
         "low_disk": True,
         "offline": True,
@@ -854,6 +857,16 @@ def test_repack_and_rm(tiny, capsys, tmp_path, monkeypatch):
     assert spmoe("repack", "copy", "--experts", "bf16") == 0
     assert spmoe("inspect", "copy", "--json") == 0
     assert json.loads(seen(capsys)[0])["expert_dtype"] == "bf16"
+    assert spmoe(*"repack copy --experts int4 --dense int8 --group 32".split()) == 0
+    assert spmoe("inspect", "copy") == 0
+    out = seen(capsys)[0]
+    assert "int4-g32z, 1.1 MB: 16 of 65.5 kB" in out
+    assert "matrices int8-g32, all else fp32, " in out
+    assert spmoe(*"repack copy --experts int4 --group 64".split()) == 5
+    assert "down of every expert has 96 columns" in seen(capsys)[1][-1]
+    assert spmoe("repack", "copy", "--group", "32") == 2
+    assert spmoe("repack", "copy", "--group", "48") == 2
+    assert spmoe("repack", "copy", "--experts", "int3") == 2
     assert spmoe("rm", "copy") == 0
     assert seen(capsys)[1][-1].startswith("deleted copy (")
     assert not (tmp_path / "home" / "copy.spmoe").exists()

@@ -82,6 +82,47 @@ def test_kind_i_o23_logit_bits_do_not_depend_on_slots_or_policy(packs, chunk, po
             assert counters.loads > 24  # experts really came and went
 
 
+@pytest.fixture(scope="module")
+def quantised(packs, tmp_path_factory):
+    """The target with int4 experts, all else fp32; and with int8 matrices and embeddings as well."""
+    folder = tmp_path_factory.mktemp("quantised")
+    source = packs["target"].parent / "t"
+    experts = {"experts": "int4", "group": 32}
+    return {
+        "experts": convert(source, out=folder / "e.spmoe", **experts).path,
+        "all": convert(source, out=folder / "a.spmoe", dense="int8", embed="int8", **experts).path,
+    }
+
+
+@pytest.mark.parametrize("kind", ["experts", "all"])
+@pytest.mark.parametrize("chunk", [1, 5, 40])
+def test_kind_i_o23_logit_bits_of_int4_experts_do_not_depend_on_slots(quantised, kind, chunk):
+    expected, _ = logits(quantised[kind], TOKENS, chunk=chunk, slots=24)
+    for slots, policy in ((2, "layer-lru"), (5, "global-lru"), (12, "layer-lru")):
+        got, counters = logits(quantised[kind], TOKENS, chunk=chunk, slots=slots, policy=policy)
+        assert torch.equal(got, expected), f"{slots} slots"
+        assert counters.loads > 24 or slots > 2
+
+
+@pytest.mark.parametrize("kind", ["experts", "all"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"slots": 6, "draft_tokens": 4},
+        {"slots": 2, "draft_tokens": 8, "cutoff": 3},
+        {"slots": 9, "draft_tokens": 1, "prefetch": False},
+    ],
+)
+def test_kind_g_o16_text_of_int4_experts_is_the_same_with_draft_and_prefetching(
+    packs, quantised, kind, how
+):
+    plain = write(quantised[kind], max_tokens=40)
+    for draft in (packs["noisy"], quantised["experts"], quantised["all"]):
+        got = write(quantised[kind], draft=draft, max_tokens=40, **how)
+        assert got.token_ids == plain.token_ids, draft.name
+    assert plain.token_ids != write(packs["target"], max_tokens=40).token_ids
+
+
 def test_kind_i_o23_prefill_spares_what_decoding_gathered(packs):
     """A long prompt uses every expert of a layer; the hot ones survive it."""
     with Engine.load(packs["target"], device="cpu", slots=15) as engine, torch.inference_mode():

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from spmoe_lite import library
+from spmoe_lite import manifest as m
 from spmoe_lite.errors import BusyError, DamagedError, NotFoundError, SpmoeError, UsageError
 from spmoe_lite.manifest import layer_file
 from spmoe_lite.pack import Pack
-from tests.make_pack import DENSE_MODEL, MOE, Weights
+from tests.make_pack import DENSE_MODEL, MOE, WIDE, Weights
 
 BIG, SMALL = Weights(MOE), Weights(DENSE_MODEL)
 
@@ -146,7 +147,8 @@ def test_inspect_is_plain_json(home: Path) -> None:
     found = library.inspect("big", home)
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert (found["layers"], found["experts"], found["experts_per_layer"]) == (2, 6, 3)
-    assert (found["dense_dtype"], found["expert_dtype"]) == ("fp32", "bf16")
+    kinds = ("dense", "linear", "embed", "expert")
+    assert [found[f"{kind}_dtype"] for kind in kinds] == ["fp32", "fp32", "fp32", "bf16"]
     assert found["expert_bytes"] == 65536
     assert found["source"] == {"id": "random", "revision": "0"}
     sizes = [path.stat().st_size for path in (home / "big.spmoe").rglob("*") if path.is_file()]
@@ -154,6 +156,18 @@ def test_inspect_is_plain_json(home: Path) -> None:
     assert found["total_bytes"] == sum(sizes) - manifest
     small = library.inspect(home / "small.spmoe")
     assert (small["experts"], small["expert_dtype"], small["expert_files_bytes"]) == (0, None, 0)
+
+
+def test_inspect_tells_the_schemes_and_the_bytes_of_a_quantised_pack(tmp_path: Path) -> None:
+    weights = Weights(WIDE, "fp16", "int4-g64z", linear_dtype="int8-g32", embed_dtype="int4-g32")
+    found = library.inspect(weights.write(tmp_path / "q.spmoe"))
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    kinds = ("dense", "linear", "embed", "expert")
+    schemes = ["fp16", "int8-g32", "int4-g32", "int4-g64z"]
+    assert [found[f"{kind}_dtype"] for kind in kinds] == schemes
+    assert found["format"] == 2 and found["expert_bytes"] == 65536
+    header = 8 + int.from_bytes((tmp_path / "q.spmoe" / m.DENSE).read_bytes()[:8], "little")
+    assert found["dense_file_bytes"] == header + sum(w.nbytes for w in weights.dense.values())
 
 
 def test_verify_reads_every_byte(home: Path) -> None:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from spmoe_lite.converters import convert
+from spmoe_lite.converters import convert, repack
 from spmoe_lite.engine import Engine
+from spmoe_lite.quant import QuantizedMatrix
 from tests import tiny
 from tests.oracle import Oracle
 
@@ -127,6 +128,66 @@ def test_narrow_packs_run_on_the_cpu_near_the_wide_one(dtype, tmp_path):
     bound = {"bf16": 0.08, "fp16": 0.02}[dtype] * float(wide.abs().max())
     assert (our_logits(pack, PROMPT) - wide).abs().max() < bound
     assert (our_logits(mixed, PROMPT) - wide).abs().max() < bound
+
+
+SCHEMES = {
+    "experts int4 g32": {"experts": "int4", "group": 32},
+    "experts int8 g64": {"experts": "int8"},
+    "experts int4 g64, dense int8, embed int8": {
+        "experts": "int4",
+        "dense": "int8",
+        "embed": "int8",
+    },
+    "all int4 g128": {"experts": "int4", "dense": "int4", "embed": "int4", "group": 128},
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("kind", ["mixtral", "llama"])
+def test_a_quantised_pack_computes_with_the_weights_that_its_codes_stand_for(
+    kind, scheme, tied, tmp_path
+):
+    """Against the same pack with every matrix dequantised, and not the logits of the original."""
+    options = {"experts": 5, "top_k": 3} if kind == "mixtral" else {}
+    if kind == "llama":  # its qkv bias joins after the quantised product
+        options |= {"layers": 2, "config": {"attention_bias": True}}
+    folder = tiny.write_model(
+        tmp_path / "hf", kind, hidden=128, intermediate=384, tied=tied, **options
+    )
+    original = our_logits(convert(folder, out=tmp_path / "o.spmoe").path, PROMPT)
+    pack = convert(folder, out=tmp_path / "q.spmoe", **SCHEMES[scheme]).path
+    got = our_logits(pack, PROMPT)
+    repack(pack, experts="fp32", dense="fp32", embed="fp32")
+    expected = our_logits(pack, PROMPT)
+    assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
+    changed = kind == "mixtral" or "dense" in SCHEMES[scheme]
+    assert ((expected - original).abs().max() > 1e-3 * original.abs().max()) == changed
+
+
+def test_experts_matrices_and_embeddings_each_have_their_own_precision(tmp_path):
+    """Experts int4, projections int8, embeddings bf16: activations and KV cache are bf16."""
+    folder = tiny.tiny_mixtral(tmp_path / "hf", intermediate=192)
+    wide = our_logits(convert(folder, out=tmp_path / "w.spmoe").path, PROMPT)
+    asked = {"experts": "int4", "dense": "int8", "embed": "bf16"}
+    pack = convert(folder, out=tmp_path / "m.spmoe", **asked).path
+    with Engine.load(pack, device="cpu") as engine:
+        model, kv = engine.decoder.target, engine.decoder.session.target_kv
+        assert model.dtype == kv.keys[0].dtype == model.blocks[1].router.dtype == torch.bfloat16
+        assert model.embed.dtype == torch.bfloat16
+        block = model.blocks[1]
+        assert str(block.qkv.scheme) == str(block.o.scheme) == "int8-g64"
+        assert block.qkv.shape == (64 + 2 * 32, 64) and block.gate_up is None
+        assert model.layout.dtype == "int4-g64z"
+    assert (our_logits(pack, PROMPT) - wide).abs().max() < 0.3 * wide.abs().max()
+
+
+def test_a_tied_head_shares_the_quantised_embeddings(tmp_path):
+    folder = tiny.tiny_llama(tmp_path / "hf", tied=True)
+    pack = convert(folder, out=tmp_path / "p.spmoe", embed="int8").path
+    with Engine.load(pack, device="cpu") as engine:
+        model = engine.decoder.target
+        assert model.head is model.embed and isinstance(model.head, QuantizedMatrix)
 
 
 def test_manifest_carries_the_same_settings_in_every_spelling(tmp_path):
