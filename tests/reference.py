@@ -1,8 +1,12 @@
-"""The reference library's model with the weights of one of our packs, read by `safetensors` alone."""
+"""The reference library's model with the weights of one of our packs, read by `safetensors` alone.
+
+Quantised matrices are dequantised as docs/pack-format.md says, with no code of ours.
+"""
 
 import json
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 
@@ -38,7 +42,7 @@ def from_pack(pack, device="cpu"):
     dtype = DTYPES[manifest["dense_dtype"]]
     with torch.device("meta"):
         empty = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    state = dict(_dense(pack))
+    state = dict(_dense(pack, manifest))
     if moe:
         for layer in range(model["num_hidden_layers"]):
             state |= _experts(pack, layer, manifest)
@@ -57,32 +61,69 @@ def from_pack(pack, device="cpu"):
     return empty.eval().to(device)
 
 
-def _dense(pack):
+def _dense(pack, manifest):
+    model = manifest["model"]
     with safe_open(pack / "dense.safetensors", "pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118
+            if name.endswith(".scales"):
+                continue
+            tensor = tensors.get_tensor(name)
+            if name.endswith(".codes"):
+                name = name.removesuffix(".codes")
+                kind = "linear_dtype" if name.endswith("_proj.weight") else "embed_dtype"
+                parts = tensor.numpy(), tensors.get_tensor(f"{name}.scales").numpy()
+                columns = model["hidden_size"]
+                if name.endswith("o_proj.weight"):
+                    columns = model["num_attention_heads"] * model["head_dim"]
+                elif name.endswith("down_proj.weight"):
+                    columns = model["intermediate_size"]
+                computed = DTYPES[manifest["dense_dtype"]]
+                tensor = _dequantised(*parts, manifest[kind], computed, columns)
             if name == "lm_head.weight":
-                yield name, tensors.get_tensor(name)
+                yield name, tensor
             elif name.startswith("layers."):
                 _, layer, rest = name.split(".", 2)
-                yield f"model.layers.{layer}.{NAMES[rest]}", tensors.get_tensor(name)
+                yield f"model.layers.{layer}.{NAMES[rest]}", tensor
             else:
-                yield f"model.{name}", tensors.get_tensor(name)
+                yield f"model.{name}", tensor
+
+
+def _dequantised(codes, scales, scheme, dtype, columns):
+    """codes [C, N, run] uint8, scales [P, N, 2] int16 -> [N, columns]."""
+    bits, group, zeros = int(scheme[3]), int(scheme[6:].rstrip("z")), scheme.endswith("z")
+    rows, words = codes.shape[1], codes.view("<u2")
+    parts = [words >> bits * i & (1 << bits) - 1 for i in range(16 // bits)]
+    values = np.stack(parts, 2).transpose(1, 0, 2, 3).reshape(rows, -1).astype(np.float32)
+    words = scales.view("<u2").transpose(1, 0, 2).reshape(rows, -1)
+    zero = np.full(words.shape, 1 << bits - 1)
+    if zeros:
+        zero, words = words & 7 | words >> 15 << 3, words & 0x7FF8
+    scale = torch.from_numpy(words.view("<f2").astype(np.float32)).to(dtype).float().numpy()
+    zero, scale = (np.repeat(part, group, 1)[:, : values.shape[1]] for part in (zero, scale))
+    return torch.from_numpy((values - zero) * scale)[:, :columns].to(dtype).contiguous()
 
 
 def _experts(pack, layer, manifest):
     """gate_up_proj [E, 2I, H] and down_proj [E, H, I] of one layer."""
     layout = manifest["expert_layout"]
-    dtype = DTYPES[layout["dtype"]]
     hidden, width = layout["hidden_size"], layout["intermediate_size"]
-    size = hidden * width * dtype.itemsize
     both, down = [], []
     with safe_open(pack / "experts" / f"layer-{layer:03}.safetensors", "pt") as tensors:
         for expert in range(manifest["model"]["num_local_experts"]):
             run = tensors.get_tensor(f"expert.{expert}")
 
-            def part(name, *shape, run=run):
-                start = layout[f"{name}_offset"]
-                return run[start : start + size].view(dtype).reshape(shape)
+            def part(name, rows, columns, run=run):
+                start, dtype = layout[f"{name}_offset"], layout["dtype"]
+                if dtype in DTYPES:
+                    size = rows * columns * DTYPES[dtype].itemsize
+                    return run[start : start + size].view(DTYPES[dtype]).reshape(rows, columns)
+                blocks, width = -(-columns // 64), 8 * int(dtype[3])
+                pairs = -(-blocks * 64 // int(dtype[6:].rstrip("z")) // 2)
+                stop = start + blocks * rows * width
+                codes = run[start:stop].view(blocks, rows, width)
+                scales = run[stop : stop + pairs * rows * 4].view(torch.int16).view(pairs, rows, 2)
+                computed = DTYPES[manifest["dense_dtype"]]
+                return _dequantised(codes.numpy(), scales.numpy(), dtype, computed, columns)
 
             both.append(torch.cat([part("gate", width, hidden), part("up", width, hidden)]))
             down.append(part("down", hidden, width).clone())

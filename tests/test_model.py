@@ -11,6 +11,7 @@ from spmoe_lite.engine import Engine
 from spmoe_lite.quant import QuantizedMatrix
 from tests import tiny
 from tests.oracle import Oracle
+from tests.reference import from_pack
 
 PROMPT = [1, 17, 300, 42, 42, 5, 99, 250, 3, 8, 120]
 LLAMA3 = {
@@ -163,6 +164,26 @@ def test_a_quantised_pack_computes_with_the_weights_that_its_codes_stand_for(
     assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
     changed = kind == "mixtral" or "dense" in SCHEMES[scheme]
     assert ((expected - original).abs().max() > 1e-3 * original.abs().max()) == changed
+
+
+@pytest.mark.parametrize(
+    "kind, asked",
+    [
+        ("mixtral", {"experts": "int4"}),
+        ("mixtral", {"experts": "int8", "dense": "int4", "embed": "int8"}),
+        ("llama", {"dense": "int8", "embed": "int4"}),
+        ("llama", {"dense": "int4"}),
+    ],
+)
+def test_a_quantised_pack_read_by_the_page_alone_gives_the_reference_library_s_logits(
+    kind, asked, tmp_path
+):
+    pytest.importorskip("transformers")
+    pack = tiny.tiny_pack(tmp_path, kind, group=32, tied=kind == "llama", **asked)
+    got = our_logits(pack, PROMPT)
+    with torch.inference_mode():
+        expected = from_pack(pack)(torch.tensor([PROMPT])).logits[0]
+    assert (got - expected).abs().max() < 1e-4
 
 
 def test_experts_matrices_and_embeddings_each_have_their_own_precision(tmp_path):
