@@ -150,30 +150,66 @@ def check_tied(config: ModelConfig, source: Source, recipe: Recipe) -> None:
         )
 
 
-def natural_dtypes(source: Source, recipe: Recipe) -> Dtypes:
+def natural_dtypes(source: Source, recipe: Recipe, unknown: str = "bf16") -> Dtypes:
     """The narrowest dtypes that hold every source value exactly, a scheme where all are in it.
 
     bf16 where values were quantised in another way: what they become is fp32, and most of its bits
-    say nothing.
+    say nothing. Tensors whose headers are not here are taken to be `unknown`.
     """
+    kinds = _kinds(source, recipe)
+    experts = kinds.pop("experts")
+    floats = [tensor for tensor in sum(kinds.values(), []) if tensor.scheme is None]
+    dense = _joined(floats, unknown)
+    return Dtypes(
+        dense,
+        _scheme_of_all(kinds["linear"]) or dense,
+        _scheme_of_all(kinds["embed"]) or dense,
+        (_scheme_of_all(experts) or _joined(experts, unknown)) if experts else None,
+    )
+
+
+def held_schemes(source: Source, recipe: Recipe) -> dict[str, list[str]]:
+    """The schemes that hold some of the experts, "linear" and "embed" with the codes they have."""
+    return {
+        kind: sorted({t.dtype if t.scheme else t.held for t in tensors} - {None})
+        for kind, tensors in _kinds(source, recipe).items()
+    }
+
+
+def _kinds(source: Source, recipe: Recipe) -> dict[str, list[SourceTensor]]:
+    """The tensors by the word of `Dtypes` that says what they become."""
     kinds = Dtypes("dense", "linear", "embed", None)  # asked for the kind of a name
     tensors: dict[str, list[SourceTensor]] = {"dense": [], "linear": [], "embed": []}
     for name, piece in recipe.dense.items():
         tensors[kinds.of(name)].append(source.tensors[piece.name])
-    experts = [source.tensors[piece.name] for piece in _groups(recipe)[1]]
-    floats = [tensor for tensor in sum(tensors.values(), []) if tensor.scheme is None]
-    dense = _joined(floats)
-    return Dtypes(
-        dense,
-        _scheme_of_all(tensors["linear"]) or dense,
-        _scheme_of_all(tensors["embed"]) or dense,
-        (_scheme_of_all(experts) or _joined(experts)) if experts else None,
-    )
+    tensors["experts"] = [source.tensors[piece.name] for piece in _groups(recipe)[1]]
+    return tensors
 
 
 def _scheme_of_all(tensors: list[SourceTensor]) -> str | None:
     dtypes = {tensor.dtype for tensor in tensors}
     return dtypes.pop() if len(dtypes) == 1 and tensors[0].scheme is not None else None
+
+
+def requantised(source: Source, recipe: Recipe, dtypes: Dtypes) -> int:
+    """How many matrices the source has quantised and the pack will have in another scheme."""
+    count = 0
+    for kind, tensors in _kinds(source, recipe).items():
+        target = getattr(dtypes, kind)
+        if target is not None and scheme_of(target) is not None:
+            for tensor in tensors:
+                has_codes = tensor.quantised or tensor.scheme is not None
+                count += has_codes and target not in (tensor.dtype, tensor.held)
+    return count
+
+
+def widened(source: Source, recipe: Recipe, dtypes: Dtypes) -> int:
+    """How many matrices the source has in a scheme and the pack, with others beside them, in floats."""
+    return sum(
+        sum(tensor.scheme is not None for tensor in tensors)
+        for kind, tensors in _kinds(source, recipe).items()
+        if getattr(dtypes, kind) in TORCH_DTYPES and _scheme_of_all(tensors) is None
+    )
 
 
 def quantised(source: Source, recipe: Recipe) -> tuple[bool, bool]:
@@ -189,10 +225,10 @@ def _groups(recipe: Recipe) -> tuple[list[Piece], list[Piece]]:
     return list(recipe.dense.values()), experts
 
 
-def _joined(tensors: list[SourceTensor]) -> str:
+def _joined(tensors: list[SourceTensor], unknown: str) -> str:
     if any(tensor.quantised or tensor.scheme is not None for tensor in tensors):
         return "bf16"
-    dtypes = {tensor.dtype for tensor in tensors}
+    dtypes = {tensor.dtype or unknown for tensor in tensors}
     return dtypes.pop() if len(dtypes) == 1 else "fp32"
 
 
@@ -240,32 +276,17 @@ def _read_quantised(
         return held
     run = torch.empty(total, dtype=torch.uint8)
     matrix = view_matrix(run, scheme, len(rows), columns)
-    dtype, read = _values(source, piece)
     done = 0
-    for block in _blocks(dtype, rows, shape, QUANTISED_BYTES):
+    for block in _blocks(_read_in(source.tensors[piece.name]), rows, shape, QUANTISED_BYTES):
         check(cancel)
         place = slice(block.start - rows.start, block.stop - rows.start)
-        part = quantize(read(block), scheme, name=f"{source.label}: {piece.name}")
+        values = source.read(piece.name, piece.index, block)
+        part = quantize(values, scheme, name=f"{source.label}: {piece.name}")
         for whole, some in zip(matrix.tensors(), part.tensors(), strict=True):
             whole[:, place] = some
         count(total * place.stop // len(rows) - done)
         done = total * place.stop // len(rows)
     return matrix
-
-
-def _values(
-    source: Source | TensorFiles, piece: Piece
-) -> tuple[str, Callable[[range], torch.Tensor]]:
-    """The float dtype in which a piece is read, and how to read rows of it."""
-    tensor = source.tensors[piece.name]
-    if tensor.scheme is None:
-        return tensor.dtype, lambda rows: source.read(piece.name, piece.index, rows)
-    matrix = source.read_quantized(piece, tensor.scheme)
-    assert matrix is not None  # it is in that very scheme
-    first = piece.rows.start if piece.rows else 0
-    return "fp32", lambda rows: matrix.rows_of(
-        slice(rows.start - first, rows.stop - first), torch.float32
-    )
 
 
 def read_as(
@@ -281,18 +302,22 @@ def read_as(
     rows = piece.rows or range(shape[0])
     if out is None:
         out = torch.empty((len(rows), *shape[1:]), dtype=TORCH_DTYPES[dtype])
-    found, read = _values(source, piece)
     block_bytes = BLOCK_BYTES if isinstance(source, TensorFiles) else DECODED_BYTES
-    for block in _blocks(found, rows, shape, block_bytes):
+    for block in _blocks(_read_in(source.tensors[piece.name]), rows, shape, block_bytes):
         part = out[block.start - rows.start : block.stop - rows.start]
         if source.tensors[piece.name].dtype == dtype and isinstance(source, TensorFiles):
             source.read(piece.name, piece.index, block, out=part)
             _check_finite(source, piece, part)
         else:
-            values = read(block)
+            values = source.read(piece.name, piece.index, block)
             _check_finite(source, piece, values, dtype)
             part.copy_(values)
     return out
+
+
+def _read_in(tensor: SourceTensor) -> str:
+    """The float dtype in which `read` gives a tensor."""
+    return tensor.dtype if tensor.scheme is None else "fp32"
 
 
 def _blocks(

@@ -25,7 +25,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from spmoe_lite.config import (
     scheme_of,
 )
 from spmoe_lite.converters.gguf import GgufCheckpoint, is_gguf
+from spmoe_lite.converters.gptq import METHODS, PackedCheckpoint, packing_of
 from spmoe_lite.converters.lowdisk import Repository, Shards, spool_dtypes
 from spmoe_lite.converters.plan import (
     ConvertPlan,
@@ -55,10 +56,13 @@ from spmoe_lite.converters.plan import (
 from spmoe_lite.converters.recipe import (
     Recipe,
     check_tied,
+    held_schemes,
     match,
     natural_dtypes,
     quantised,
     read_weight,
+    requantised,
+    widened,
 )
 from spmoe_lite.converters.source import Checkpoint, Piece, Source, SourceTensor, TensorFiles
 from spmoe_lite.errors import Cancelled, DamagedError, SpmoeError, UnsupportedError, UsageError
@@ -141,7 +145,7 @@ def convert(
             if low_disk:
                 log.warning("--low-disk has no effect: nothing is downloaded")
             return _convert_local(opened, path, asked, confirm)
-        assert isinstance(opened, Checkpoint)
+        assert isinstance(opened, PackedCheckpoint)
         return _convert_hub(opened, repo, path, asked, confirm, low_disk)
 
 
@@ -160,7 +164,7 @@ def _open(
     if os.path.isdir(path):  # False where the name is no path at all
         if os.path.isfile(path / MANIFEST):
             raise UsageError(f"{path} is a pack already; repack changes its precision")
-        return Checkpoint.folder(path), path.resolve().name, None
+        return PackedCheckpoint.folder(path), path.resolve().name, None
     if os.path.exists(path):
         if not is_gguf(path):
             raise UnsupportedError(
@@ -177,8 +181,8 @@ def _open(
 
 def _arriving(
     repo: Repository, on_progress: OnProgress | None, cancel: threading.Event | None
-) -> Checkpoint:
-    return Checkpoint(
+) -> PackedCheckpoint:
+    return PackedCheckpoint(
         repo.id,
         repo.files(),
         lambda file: repo.fetch(file, on_progress, cancel),
@@ -199,7 +203,10 @@ def _target(out: str | Path | None, name: str, home: str | Path | None) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What the caller asked for, in the words of the flags; None for the source's own precision."""
+    """What the caller asked for, in the words of the flags; None for the source's own precision.
+
+    `held`: for experts, "linear" and "embed" the schemes that the source has them in, if any.
+    """
 
     experts: str | None
     dense: str | None
@@ -208,6 +215,7 @@ class _Asked:
     force: bool
     on_progress: OnProgress | None
     cancel: threading.Event | None
+    held: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         given = {"experts": self.experts, "dense": self.dense, "embed": self.embed}
@@ -238,23 +246,25 @@ class _Asked:
         """The pack's. All that is not quantised has one float dtype, but for the experts."""
         dense = next(iter(self._floats()), source.dense)
         linear, embed = (
-            self._dtype(self.dense, source.linear),
-            self._dtype(self.embed, source.embed),
+            self._dtype(self.dense, source.linear, "linear"),
+            self._dtype(self.embed, source.embed, "embed"),
         )
         return Dtypes(
             dense,
             dense if scheme_of(linear) is None else linear,
             dense if scheme_of(embed) is None else embed,
-            source.experts and self._dtype(self.experts, source.experts),
+            source.experts and self._dtype(self.experts, source.experts, "experts"),
         )
 
-    def _dtype(self, word: str | None, own: str) -> str:
+    def _dtype(self, word: str | None, own: str, kind: str) -> str:
         """What a flag makes of `own`; as many bits as it has, in groups as large, need no new codes."""
         if word not in QUANTISED:
             return word or own
-        scheme, found = QUANTISED[word], scheme_of(own)
-        if found and found.bits == scheme.bits and self.group in (None, found.group):
-            return own
+        scheme = QUANTISED[word]
+        for dtype in (own, *self.held.get(kind, ())):
+            found = scheme_of(dtype)
+            if found and found.bits == scheme.bits and self.group in (None, found.group):
+                return dtype
         return str(scheme if self.group is None else replace(scheme, group=self.group))
 
 
@@ -278,12 +288,13 @@ def _convert_local(
     config = _config(source)
     recipe = match(config, source)
     check_tied(config, source, recipe)
+    asked = replace(asked, held=held_schemes(source, recipe))
     model = _model(source, config, recipe, natural_dtypes(source, recipe))
     _check_fit(config, asked.dtypes(model.source_dtypes))
     _say_unused(config, asked, path)
     if not asked.force and _is_there(path, model.identity, asked):
         return ConvertResult(path, True, None)
-    _say_narrowed(source, recipe, asked)
+    _say_narrowed(source, recipe, asked, asked.dtypes(model.source_dtypes))
     plan = _plan(model, path, asked, {})
     _confirm(plan, confirm)
     _write(model, path, asked)
@@ -291,7 +302,7 @@ def _convert_local(
 
 
 def _convert_hub(
-    source: Checkpoint,
+    source: PackedCheckpoint,
     repo: Repository,
     path: Path,
     asked: _Asked,
@@ -301,7 +312,8 @@ def _convert_hub(
     config = _config(source)
     indexed = bool(source.tensors)  # names are known before the shards are here
     recipe = match(config, source) if indexed else Recipe({}, [])
-    model = _model(source, config, recipe, _stated_dtypes(config, source.config))
+    asked = replace(asked, held=held_schemes(source, recipe))
+    model = _model(source, config, recipe, _stated_dtypes(config, source, recipe))
     _check_fit(config, asked.dtypes(model.source_dtypes))
     _say_unused(config, asked, path)
     if not asked.force and _is_there(path, model.identity, asked):
@@ -324,7 +336,9 @@ def _convert_hub(
         source.load_headers(shards)
         model.recipe = match(config, source)
         check_tied(config, source, model.recipe)
+        asked = replace(asked, held=held_schemes(source, model.recipe))
         model.source_dtypes = natural_dtypes(source, model.recipe)
+        _say_narrowed(source, model.recipe, asked, asked.dtypes(model.source_dtypes))
         _write(model, path, asked)
     return ConvertResult(path, False, plan)
 
@@ -341,8 +355,14 @@ def _write_low_disk(
     _write(model, path, asked, shards)
 
 
-def _can_drop(config: ModelConfig, source: Checkpoint) -> bool:
+def _can_drop(config: ModelConfig, source: PackedCheckpoint) -> bool:
     """Whether dropping shards early saves anything, and can be done."""
+    if source.packing is not None:
+        log.warning(
+            "--low-disk has no effect: a matrix in %s may lie in several shards",
+            source.packing.method.upper(),
+        )
+        return False
     if not config.is_moe or len(source.weight_files) < 2 or not source.tensors:
         log.warning("--low-disk has no effect: only experts in several shards can be dropped early")
         return False
@@ -445,9 +465,15 @@ def _config(source: Source) -> ModelConfig:
     """The model's shape and, checked here because a pack carries it, its advice on sampling."""
     try:
         SamplingParams.from_generation_config(source.generation_config)
-        return ModelConfig.from_hf(source.config, source.generation_config)
+        methods = METHODS if isinstance(source, PackedCheckpoint) else ()
+        config = ModelConfig.from_hf(source.config, source.generation_config, methods)
+        packing = packing_of(source.config) if methods else None
     except UnsupportedError as error:
         raise UnsupportedError(f"{source.label}: {error}") from error
+    if packing is not None:
+        assert isinstance(source, PackedCheckpoint)
+        source.accept(packing)
+    return config
 
 
 def _check_fit(config: ModelConfig, dtypes: Dtypes) -> None:
@@ -502,7 +528,7 @@ def _say_unused(config: ModelConfig, asked: _Asked, path: Path) -> None:
         log.warning("%s has no experts: --experts has no effect", path.name)
 
 
-def _say_narrowed(source: Source, recipe: Recipe, asked: _Asked) -> None:
+def _say_narrowed(source: Source, recipe: Recipe, asked: _Asked, dtypes: Dtypes) -> None:
     """What was quantised otherwise is fp32 when read, and packed as bf16 unless it was named."""
     dense, experts = quantised(source, recipe)
     flags = ["--dense fp32"] * (dense and not asked.dense)
@@ -513,13 +539,19 @@ def _say_narrowed(source: Source, recipe: Recipe, asked: _Asked) -> None:
             source.label,
             " ".join(flags),
         )
-    again = (dense and {asked.dense, asked.embed} & QUANTISED.keys()) or (
-        experts and asked.experts in QUANTISED
-    )
-    if again:
+    if count := requantised(source, recipe, dtypes):
         log.warning(
-            "%s is quantised, and quantised once more: a little is lost that the original has",
+            "%s: %d matrices are quantised in another way than the pack's, and once more: a little "
+            "is lost that the original has",
             source.label,
+            count,
+        )
+    if count := widened(source, recipe, dtypes):
+        log.warning(
+            "%s: %d quantised matrices become %s like others of their kind; int4 makes all 4 bits",
+            source.label,
+            count,
+            dtypes.dense,
         )
 
 
@@ -529,11 +561,18 @@ def _model(source: Source, config: ModelConfig, recipe: Recipe, dtypes: Dtypes) 
     return _Model(source, config, recipe, texts, num_tokens, dtypes, source.identity(), {})
 
 
-def _stated_dtypes(config: ModelConfig, raw: dict[str, Any]) -> Dtypes:
-    """As config.json states them, while the weights are still on the hub."""
+def _stated_dtypes(config: ModelConfig, source: PackedCheckpoint, recipe: Recipe) -> Dtypes:
+    """As config.json and the index have them, while the weights are still on the hub."""
     names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    raw = source.config
     dtype = names.get(str(raw.get("dtype") or raw.get("torch_dtype")), "bf16")
-    return Dtypes.floats(dtype, dtype if config.is_moe else None)
+    if recipe.dense:
+        return natural_dtypes(source, recipe, dtype)
+    stated = Dtypes.floats(dtype, dtype if config.is_moe else None)
+    if source.packing is None or source.packing.ordered:
+        return stated
+    scheme = str(source.packing.scheme)
+    return replace(stated, linear=scheme, experts=stated.experts and scheme)
 
 
 def _num_tokens(label: str, texts: dict[str, bytes], config: ModelConfig) -> int:

@@ -85,10 +85,10 @@ class SourceTensor:
     """One tensor of a source, not yet read.
 
     `dtype` is "fp32", "bf16" or "fp16" when it holds weights we can take (what `read` returns); a scheme
-    ("int4-g64z") when `read_quantized` returns it in that scheme, and `read` is never asked; else the
+    ("int4-g64z") when `read_quantized` returns it in that scheme, `read` its values in fp32; else the
     source's own word for it ("U8", "F8_E4M3"), which is refused wherever a weight is expected. Before
-    the header of a file on the hub is here, only the name and the file are `known`. `quantised`: a GGUF
-    file holds it in fewer bits than `dtype` has.
+    the header of a file on the hub is here, only the name and the file are `known`. `quantised`: the
+    source has it in fewer bits than `dtype`; `held` is the scheme that holds just those, if one does.
     """
 
     dtype: str
@@ -97,6 +97,7 @@ class SourceTensor:
     start: int = 0  # first byte in the file
     known: bool = True
     quantised: bool = False
+    held: str | None = None
 
     @property
     def scheme(self) -> Scheme | None:
@@ -156,6 +157,7 @@ class TensorFiles:
         self.label, self.tensors = label, tensors
         self.sizes, self._locate = sizes, locate
         self._open: dict[str, FileIO] = {}
+        self._last: tuple[str, QuantizedMatrix] | None = None  # the one `read` took rows of
 
     def read(
         self,
@@ -164,8 +166,17 @@ class TensorFiles:
         rows: range | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`tensor`, `tensor[index]`, or rows of either, in its own dtype; into `out` if given."""
+        """`tensor`, `tensor[index]`, or rows of either, in its own dtype; into `out` if given.
+
+        In fp32 where that is a scheme; the matrix is kept, since its rows are asked for in pieces.
+        """
         tensor = self.tensors[name]
+        if tensor.scheme is not None:
+            assert index is None and out is None
+            if self._last is None or self._last[0] != name:
+                self._last = name, self._stored(Piece(name, tensor.shape), tensor.scheme)
+            rows = rows or range(tensor.shape[0])
+            return self._last[1].rows_of(slice(rows.start, rows.stop), torch.float32)
         dtype = TORCH_DTYPES[tensor.dtype]
         shape, start = tensor.shape, tensor.start
         if index is not None:
@@ -181,10 +192,12 @@ class TensorFiles:
         return out
 
     def read_quantized(self, piece: Piece, scheme: Scheme) -> QuantizedMatrix | None:
-        """A tensor that lies in `scheme` in its file, codes and scales in one run."""
+        """A tensor that lies in `scheme` in its file, else None."""
+        return self._stored(piece, scheme) if self.tensors[piece.name].scheme == scheme else None
+
+    def _stored(self, piece: Piece, scheme: Scheme) -> QuantizedMatrix:
+        """Codes and scales, which lie in one run."""
         tensor = self.tensors[piece.name]
-        if tensor.scheme != scheme:
-            return None
         assert piece.index is None and piece.rows is None  # only packs hold such tensors
         rows, columns = piece.shape
         run = torch.empty(sum(scheme.parts(rows, columns)), dtype=torch.uint8)
