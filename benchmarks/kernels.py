@@ -737,17 +737,11 @@ UP_MANY = [(256, 64, 8, 3), (256, 64, 8, 4), (128, 64, 8, 4), (128, 64, 4, 4), (
 DOWN_MANY = [(128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 4), (256, 64, 8, 3), (256, 64, 8, 4)]
 ATTENTION = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 32, 4, 3), (64, 32, 4, 4)]
 ATTENTION += [(64, 32, 4, 6), (32, 64, 4, 3), (64, 32, 4, 5)]
-CODES_FEW = [(64, 16, 4, 3), (64, 16, 4, 4), (64, 16, 4, 6), (64, 16, 4, 8), (128, 16, 4, 3)]
-CODES_FEW += [(128, 16, 4, 4), (128, 16, 4, 6), (128, 16, 8, 3), (128, 16, 8, 4), (128, 16, 8, 6)]
-CODES_MANY = [
-    (128, 64, 4, 3),
-    (128, 128, 8, 3),
-    (128, 128, 8, 4),
-    (128, 128, 4, 3),
-    (256, 64, 8, 3),
-]
-CODES_MANY += [(256, 128, 8, 2), (256, 128, 8, 3), (128, 256, 8, 2), (64, 128, 4, 4)]
-LINEAR = [(tile, wanted) for tile in DOWN_FEW[1:6] for wanted in (128, 256)]
+CODES_FEW = [(64, 128, 16, 4, 4), (64, 256, 16, 4, 3), (64, 256, 16, 4, 4), (128, 128, 16, 4, 4)]
+CODES_FEW += [(128, 256, 16, 4, 3), (128, 256, 16, 4, 4), (128, 128, 16, 4, 3)]
+CODES_MANY = [(128, 128, 64, 4, 3), (128, 128, 128, 4, 3), (128, 128, 128, 8, 4)]
+CODES_MANY += [(256, 128, 128, 8, 3), (128, 256, 128, 8, 2)]
+LINEAR = [(tile, wanted) for tile in DOWN_FEW[1:6] for wanted in (256, 512)]
 
 
 @contextlib.contextmanager
@@ -771,18 +765,18 @@ def sweep_experts(part: str, tokens: int, entry: tuple) -> float:
 
 
 def sweep_codes(name: str, dtype: str, part: str, tokens: int, entry: tuple) -> float:
-    n, t, warps, stages = entry
-    with patched(expert_module, tile=lambda *ignored: Tile(n, 0, t, warps, stages)):
+    n, k, t, warps, stages = entry
+    with patched(expert_module, tile=lambda *ignored: Tile(n, k, t, warps, stages)):
         return replay_ms(shared_experts(dtype, name).calls(tokens, part)[0], 9)
 
 
 def sweep_dense_codes(dtype: str, name: str, tokens: int, entry: tuple, wanted: int) -> float:
-    n, t, warps, stages = entry
+    n, k, t, warps, stages = entry
     x = random((tokens, DENSE[name][1]), torch.bfloat16)
     weights = coded_matrices(
         dtype, *DENSE[name], max(3, (400 << 20) // matrix_bytes(dtype, *DENSE[name]))
     )
-    chosen = Tile(n, 0, t, warps, stages)
+    chosen = Tile(n, k, t, warps, stages)
     with patched(linear_module, tile=lambda *ignored: chosen, WANTED_PROGRAMS=wanted):
         return replay_ms([lambda w=w: linear(x, w) for w in weights], 9)
 
@@ -839,7 +833,7 @@ def sweeps(match: str) -> list[tuple]:
                 for t in (512, 2048)
             ]
     for entry in CODES_FEW:
-        for wanted in (256, 512):
+        for wanted in (256, 512, 1024):
             for name in LAYER:
                 arguments = ("int4-g64z", name, 1, entry, wanted)
                 found.append(

@@ -1,8 +1,8 @@
 """Triton kernels of attention against the KV cache; equation and contract in `attention.py`.
 
 The context is cut into splits at absolute positions, whatever T, start and window are: 128 keys
-each up to 1024, then 256 up to 4096, and 1024 beyond, so that a short context gives the card enough
-programs and a long one no needless ones. Within a split the softmax runs
+each up to 1024, then 256 up to 4096, 512 up to 8192 and 1024 beyond, so that a short context gives
+the card enough programs and a long one no needless ones. Within a split the softmax runs
 online over blocks of keys and leaves (m, l, acc): a bound m of the scores, the sum of 2^(score -
 m), and the sum of values so weighted. Splits are then added one after the other, in rising order,
 at a common m:
@@ -33,6 +33,7 @@ import triton.language as tl
 
 from .configs import attention_tile, capability_of
 
+LONGEST = tl.constexpr(1024)  # keys of a split, from 8192 on
 LOG2_E = 1.4426950408889634
 ENOUGH_PROGRAMS = 256  # about two per multiprocessor of a large card: no need to spread the splits
 MAX_PARTS_BYTES = 128 << 20
@@ -45,20 +46,24 @@ def splits_up_to(position: int) -> int:
         return position // 128 + 1
     if position < 4096:
         return (position - 1024) // 256 + 9
-    return (position - 4096) // 1024 + 21
+    if position < 8192:
+        return (position - 4096) // 512 + 21
+    return (position - 8192) // LONGEST.value + 29
 
 
 @triton.jit
 def _splits_up_to(position):
     count = tl.where(position < 1024, position // 128 + 1, (position - 1024) // 256 + 9)
-    return tl.where(position < 4096, count, (position - 4096) // 1024 + 21)
+    count = tl.where(position < 4096, count, (position - 4096) // 512 + 21)
+    return tl.where(position < 8192, count, (position - 8192) // LONGEST + 29)
 
 
 @triton.jit
 def _split_begin(split):
-    """First key of a split: 0, 128, ..., 1024, 1280, ..., 4096, 5120, ..."""
+    """First key of a split: 0, 128, ..., 1024, 1280, ..., 4096, 4608, ..., 8192, 9216, ..."""
     begin = tl.where(split < 8, split * 128, 1024 + (split - 8) * 256)
-    return tl.where(split < 20, begin, 4096 + (split - 20) * 1024)
+    begin = tl.where(split < 20, begin, 4096 + (split - 20) * 512)
+    return tl.where(split < 28, begin, 8192 + (split - 28) * LONGEST)
 
 
 @triton.jit

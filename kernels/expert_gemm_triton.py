@@ -147,12 +147,12 @@ def _expert_gemm_kernel(
             copy_scales += (FIRST + SCALES) // 4
             y = dot_tile_quantized(
                 codes_ptr, scales_ptr, x_ptr, copy_ptr, copy_scales, code_rows, scale_rows,
-                tokens, mine, 0, K, N, K, BITS, GROUP, ZEROS, WEIGHT, FAST, True, BLOCK_N, BLOCK_T,
+                tokens, mine, 0, K, N, K, BITS, GROUP, ZEROS, WEIGHT, FAST, True, BLOCK_N, BLOCK_K, BLOCK_T,
             )  # fmt: skip
         else:
             y = dot_tile_quantized(
                 codes_ptr, scales_ptr, x_ptr, codes_ptr, scales_ptr, code_rows, scale_rows,
-                tokens, mine, 0, K, N, K, BITS, GROUP, ZEROS, WEIGHT, FAST, False, BLOCK_N, BLOCK_T,
+                tokens, mine, 0, K, N, K, BITS, GROUP, ZEROS, WEIGHT, FAST, False, BLOCK_N, BLOCK_K, BLOCK_T,
             )  # fmt: skip
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(y, (2, OUT_N, BLOCK_T)), (1, 2, 0)))

@@ -9,8 +9,7 @@ itself; the last of a tile chooses:
     arrived = atomic add of 1 to the tile's counter, acquire and release
     if arrived is last: counter = 0; the k best by k sweeps of a maximum over whole numbers
 
-The counter returns to zero, so that a captured graph can be replayed. It belongs to the router
-tensor: two launches over one router at the same time would count each other's parts.
+The counter belongs to the router tensor and returns to zero (`counters.py`).
 
 The bits of a row do not depend on the other rows: a tile has the same shape for any number of
 tokens, each logit is one sum in one order, and it does not matter which program comes last. The
@@ -23,19 +22,16 @@ that it is always chosen, and the smallest stands for what must not be chosen.
 import torch
 import triton
 import triton.language as tl
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from spmoe_lite.config import Routing
 
+from .counters import counters_of
 from .gate import MIXTRAL, TINY, by_logits
 from .norm_triton import normed, row_block
 
 TILE_T = 2  # tokens of a program
 PARTS = 8  # at least so many programs per tile, if there are as many experts
 BYTES_PER_THREAD = 128  # of the router, in registers
-KEPT_TILES = 256
-
-_counters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # router -> int32 [KEPT_TILES]
 
 NEVER = tl.constexpr(-(1 << 31))
 NAN = tl.constexpr((1 << 31) - 1)
@@ -298,7 +294,7 @@ def _launch(
     groups = routing.n_group
     _gate_kernel[triton.cdiv(rows, block_r), tiles](
         x, x if norm_weight is None else norm_weight, router, logits if bias is None else bias,
-        logits, _counters_of(router, tiles), out, weights, experts,
+        logits, counters_of(router, tiles), out, weights, experts,
         tokens, eps, routing.routed_scaling_factor,
         NORM=norm_weight is not None, H=hidden, ROWS=rows, CHOICES=k,
         SIGMOID=routing.scoring_func == "sigmoid", NORMALIZED=routing.norm_topk_prob,
@@ -310,16 +306,3 @@ def _launch(
         num_warps=warps, enable_fp_fusion=True,
     )  # fmt: skip
     return out, weights, experts
-
-
-def _counters_of(router: torch.Tensor, tiles: int) -> torch.Tensor:
-    """int32 [at least tiles], zero whenever no launch over this router runs.
-
-    What a captured graph has seen stays: a long prefill gets counters for once, not larger ones.
-    """
-    if tiles > KEPT_TILES:
-        return router.new_zeros(tiles, dtype=torch.int32)
-    counters: torch.Tensor | None = _counters.get(router)
-    if counters is None:
-        counters = _counters[router] = router.new_zeros(KEPT_TILES, dtype=torch.int32)
-    return counters

@@ -5,10 +5,11 @@ into segments, by the shape of W alone, and
 
     y = ((s_0 + s_1) + s_2) + ... (+ b),    s_i = the product over segment i, fp32
 
-Up to 32 rows each segment is a program of its own that writes s_i, and a second kernel adds them
-in this order. For more rows one program walks through its segments and adds them in the same
-order. Both therefore give the same bits, and so does any number of rows between 1 and the longest
-prefill.
+Up to 32 rows each segment is a program of its own that writes s_i to memory and counts itself; the
+last of a tile to arrive, whichever it is, adds them in this order. For more rows one program walks
+through its segments and adds them in the same order. Both therefore give the same bits, and so does
+any number of rows between 1 and the longest prefill. The counters belong to the weight (see
+`counters.py`): two launches over one weight must not run at the same time.
 """
 
 import torch
@@ -18,13 +19,13 @@ import triton.language as tl
 from spmoe_lite.quant import QuantizedMatrix
 
 from .configs import FEW, SOME, capability_of, tile
+from .counters import counters_of
 from .linear import Weight
 from .tile_triton import TRITON_DTYPES, dot_tile, dot_tile_quantized, scheme_constants
 
 SEGMENT_STEP = 256  # a multiple of every K step in `configs.py`, and of two groups
 WANTED_PROGRAMS = 256  # about two per multiprocessor of a large card
 MAX_SEGMENTS = 8
-SUM_BLOCK = 1024
 
 
 @triton.jit
@@ -43,7 +44,7 @@ def _segment(
     else:
         return dot_tile_quantized(
             w_ptr, scales_ptr, x_ptr, w_ptr, scales_ptr, n * (4 * BITS), n, token, mine, begin, end,
-            N, K, BITS, GROUP, ZEROS, DTYPE, FAST, False, BLOCK_N, BLOCK_T,
+            N, K, BITS, GROUP, ZEROS, DTYPE, FAST, False, BLOCK_N, BLOCK_K, BLOCK_T,
         )  # fmt: skip
 
 
@@ -53,7 +54,9 @@ def _linear_kernel(
     w_ptr,  # [N, K]; the codes as int16 if BITS
     scales_ptr,  # int32, if BITS
     bias_ptr,  # [N], if BIAS
-    out_ptr,  # [T, N]; [SEGMENTS, T, N] fp32 if SPREAD
+    out_ptr,  # [T, N]
+    parts_ptr,  # [SEGMENTS, T, N] fp32, if SPREAD
+    counters_ptr,  # [weight tiles] int32, zero before and after, if SPREAD
     num_tokens,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -83,7 +86,19 @@ def _linear_kernel(
         N, K, BITS, GROUP, ZEROS, DTYPE, FAST, BLOCK_N, BLOCK_K, BLOCK_T,
     )  # fmt: skip
     if SPREAD:
-        out_ptr += segment.to(tl.int64) * num_tokens * N
+        part_at = parts_ptr + token[None, :] * N + n[:, None]
+        inside = mine[None, :] & (n < N)[:, None]
+        stride = num_tokens.to(tl.int64) * N
+        tl.store(part_at + segment * stride, y, mask=inside)
+        tl.debug_barrier()  # the whole program has stored before it is counted
+        arrived = tl.atomic_add(counters_ptr + weight_tile, 1, sem="acq_rel")
+        if arrived < SEGMENTS - 1:
+            return
+        tl.store(counters_ptr + weight_tile, 0)
+        y = tl.load(part_at, mask=inside, other=0.0, cache_modifier=".cg")
+        for later in tl.static_range(1, SEGMENTS):
+            at = part_at + later * stride
+            y += tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
     elif SEGMENTS > 1:
         for later in range(1, SEGMENTS):
             begin = later * SEGMENT
@@ -91,32 +106,10 @@ def _linear_kernel(
                 w_ptr, scales_ptr, x_ptr, rows, token, mine, begin, tl.minimum(begin + SEGMENT, K),
                 N, K, BITS, GROUP, ZEROS, DTYPE, FAST, BLOCK_N, BLOCK_K, BLOCK_T,
             )  # fmt: skip
-    if BIAS and not SPREAD:
+    if BIAS:
         y += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
     out_at = out_ptr + token[None, :] * N + n[:, None]
     tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=mine[None, :] & (n < N)[:, None])
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _sum_kernel(
-    part_ptr,  # [SEGMENTS, T, N] fp32
-    bias_ptr,  # [N], if BIAS
-    out_ptr,  # [T, N]
-    num_tokens,
-    N: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    part_at = part_ptr + token * N + n
-    y = tl.load(part_at, mask=n < N, other=0.0)
-    for segment in tl.static_range(1, SEGMENTS):
-        y += tl.load(part_at + num_tokens.to(tl.int64) * (segment * N), mask=n < N, other=0.0)
-    if BIAS:
-        y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * N + n, y.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
 def segment_of(n: int, k: int, block_n: int) -> tuple[int, int]:
@@ -136,30 +129,27 @@ def linear_triton(
     if tokens == 0:
         return out
     if isinstance(weight, QuantizedMatrix):
-        scheme = weight.scheme
+        scheme, owner = weight.scheme, weight.codes
         matrix = weight.codes.view(torch.int16)
         scales = weight.scales.view(torch.int32)
         assert matrix.is_contiguous() and scales.is_contiguous()
     else:
         assert weight.is_contiguous() and x.dtype == weight.dtype
-        scheme, matrix, scales = None, weight, weight
+        scheme, owner, matrix, scales = None, weight, weight, weight
     capability = capability_of(x)
     config = tile(capability, x.dtype, "dense", tokens, scheme)
     segment, segments = segment_of(n, k, tile(capability, x.dtype, "dense", FEW, scheme).n)
     spread = tokens <= SOME and segments > 1
-    parts = x.new_empty(segments, tokens, n, dtype=torch.float32) if spread else out
+    parts = counters = out
+    if spread:
+        parts = x.new_empty(segments, tokens, n, dtype=torch.float32)
+        counters = counters_of(owner, triton.cdiv(n, config.n))
     grid = (triton.cdiv(tokens, config.t), triton.cdiv(n, config.n), segments if spread else 1)
     _linear_kernel[grid](
-        x, matrix, scales, x if bias is None else bias, parts, tokens,
+        x, matrix, scales, x if bias is None else bias, out, parts, counters, tokens,
         N=n, K=k, SEGMENT=segment, SEGMENTS=segments, SPREAD=spread, BIAS=bias is not None,
         DTYPE=TRITON_DTYPES[x.dtype], **scheme_constants(x.dtype, scheme),
         BLOCK_N=config.n, BLOCK_K=config.k, BLOCK_T=config.t,
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
     )  # fmt: skip
-    if spread:
-        _sum_kernel[tokens, triton.cdiv(n, SUM_BLOCK)](
-            parts, x if bias is None else bias, out, tokens,
-            N=n, SEGMENTS=segments, BIAS=bias is not None, BLOCK=SUM_BLOCK,
-            num_warps=4, enable_fp_fusion=True,
-        )  # fmt: skip
     return out

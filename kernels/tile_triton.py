@@ -157,7 +157,7 @@ def dot_tile_quantized(
     scale_rows,  # [BLOCK_N], where its first pair of scales lies
     tokens,  # [BLOCK_T] int64, rows of x
     token_mask,  # [BLOCK_T]
-    k_begin,  # a multiple of STEP
+    k_begin,  # a multiple of the step
     k_end,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -168,11 +168,13 @@ def dot_tile_quantized(
     FAST: tl.constexpr,
     COPY: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # the step, if K is a multiple of it
     BLOCK_T: tl.constexpr,
 ):
     """[BLOCK_N, BLOCK_T] fp32."""
     WORDS: tl.constexpr = 4 * BITS
-    STEP: tl.constexpr = 256 if GROUP == 128 else 128  # whole pairs of groups: shifts are constants
+    LEAST: tl.constexpr = 256 if GROUP == 128 else 128  # whole pairs of groups: constant shifts
+    STEP: tl.constexpr = BLOCK_K if BLOCK_K > LEAST and K % BLOCK_K == 0 else LEAST
     SPAN: tl.constexpr = 32 if GROUP == 32 else 64  # columns of one product: one group's
     WHOLE: tl.constexpr = K % STEP == 0
     j, k = tl.arange(0, WORDS), tl.arange(0, SPAN)

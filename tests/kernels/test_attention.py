@@ -86,8 +86,9 @@ def test_reference_matches_the_definition(dtype, shape):
 
 def test_splits_cover_the_context_without_gap():
     """What `_split_begin` computes in the kernel agrees with what the launcher counts."""
-    begins = [*range(0, 1024, 128), *range(1024, 4096, 256), *range(4096, 40000, 1024)]
-    for position in (0, 1, 127, 128, 1023, 1024, 1025, 4095, 4096, 5119, 5120, 5121, 33000):
+    begins = [*range(0, 1024, 128), *range(1024, 4096, 256), *range(4096, 8192, 512)]
+    begins += range(8192, 40000, 1024)
+    for position in (0, 1, 127, 128, 1023, 1024, 1025, 4095, 4096, 8191, 8192, 8193, 33000):
         assert splits_up_to(position) == sum(begin <= position for begin in begins)
 
 

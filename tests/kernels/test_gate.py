@@ -7,7 +7,7 @@ import torch
 
 from spmoe_lite.config import Routing
 from spmoe_lite.errors import UnsupportedError
-from spmoe_lite.kernels import gate_triton
+from spmoe_lite.kernels import counters, gate_triton
 from spmoe_lite.kernels.gate import gate_topk, gate_topk_reference, norm_gate_topk
 from spmoe_lite.kernels.gate_triton import gate_topk_triton, norm_gate_topk_triton
 from spmoe_lite.kernels.norm import rms_norm, rms_norm_reference
@@ -188,14 +188,14 @@ def test_the_norm_in_the_same_launch_is_rms_norm_and_the_router_sees_it_rounded(
 
 
 def test_the_counters_stay_where_they_are_and_are_zero_after_every_launch(device, monkeypatch):
-    monkeypatch.setattr(gate_triton, "KEPT_TILES", 4)
+    monkeypatch.setattr(counters, "KEPT", 4)
     x, router, k, rule, _ = case("Qwen3", torch.float32, 21, 24, device)
     few = gate_topk_triton(x[:3], router, k, rule)
-    counters = gate_triton._counters[router]
-    assert len(counters) * gate_triton.TILE_T < 21
+    kept = counters._counters[router]
+    assert len(kept) * gate_triton.TILE_T < 21
     for _ in range(2):
         every = gate_topk_triton(x, router, k, rule)
-        assert gate_triton._counters[router] is counters and not counters.any()
+        assert counters._counters[router] is kept and not kept.any()
         for part, whole in zip(few, every, strict=True):
             assert torch.equal(part, whole[:3])
 
