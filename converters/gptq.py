@@ -65,10 +65,11 @@ class Packing:
 
 def packing_of(config: dict[str, Any]) -> Packing | None:
     """The packing of an AWQ or GPTQ checkpoint, None of any other; `UnsupportedError` names a key."""
-    key, values = quantisation(config) or ("", None)
+    key, values = quantisation(config) or ("", {})
     method = quantisation_method(values)
     if key != "quantization_config" or method not in METHODS:
         return None
+    assert isinstance(values, dict)  # else it names no method
 
     def only(name: str, *allowed: Any) -> Any:
         value = values.get(name)

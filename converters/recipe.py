@@ -171,7 +171,7 @@ def natural_dtypes(source: Source, recipe: Recipe, unknown: str = "bf16") -> Dty
 def held_schemes(source: Source, recipe: Recipe) -> dict[str, list[str]]:
     """The schemes that hold some of the experts, "linear" and "embed" with the codes they have."""
     return {
-        kind: sorted({t.dtype if t.scheme else t.held for t in tensors} - {None})
+        kind: sorted({held for t in tensors if (held := t.dtype if t.scheme else t.held)})
         for kind, tensors in _kinds(source, recipe).items()
     }
 
