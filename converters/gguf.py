@@ -34,10 +34,13 @@ from spmoe_lite.config import Scheme
 from spmoe_lite.converters.gguf_file import (
     MAGIC,
     PLAIN,
+    SCHEMES,
     GgufTensor,
     Metadata,
+    read_blocks,
     read_header,
     read_rows,
+    repack_blocks,
     split_parts,
 )
 from spmoe_lite.converters.gguf_tokenizer import tokenizer_files
@@ -105,6 +108,18 @@ class _Part:
     def dtype(self) -> torch.dtype:
         return PLAIN.get(self.tensor.kind, torch.float32)
 
+    @property
+    def held(self) -> str | None:
+        """The scheme of ours that is sure to hold just these values."""
+        scheme = SCHEMES.get(self.tensor.kind)
+        return None if scheme is None or scheme.zeros else str(scheme)
+
+
+def _put_back(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of q or k of so many heads, from the order (head, pair, half) to (head, half, pair)."""
+    pairs = rows.view(heads, len(rows) // heads // 2, 2, -1)
+    return pairs.transpose(1, 2).reshape(len(rows), -1)
+
 
 def is_gguf(path: Path) -> bool:
     """True if `path` is a file that begins with the magic of GGUF, or is named `*.gguf`."""
@@ -154,6 +169,7 @@ class GgufCheckpoint:
                 part.tensor.path.name,
                 part.tensor.offset,
                 quantised=part.tensor.kind not in PLAIN,
+                held=part.held,
             )
             for name, part in self._parts.items()
         }
@@ -210,12 +226,19 @@ class GgufCheckpoint:
         first, last = rows.start // head, -(-rows.stop // head)
         pairs = torch.empty((last - first) * head, part.tensor.shape[-1], dtype=part.dtype)
         read_rows(part.tensor, first * head, pairs)
-        halves = pairs.view(last - first, head // 2, 2, -1).transpose(1, 2).reshape(len(pairs), -1)
+        halves = _put_back(pairs, last - first)
         out.copy_(halves[rows.start - first * head :][: len(rows)].view(out.shape))
 
     def read_quantized(self, piece: Piece, scheme: Scheme) -> QuantizedMatrix | None:
-        """None: every matrix is read as floats and quantised anew."""
-        return None
+        """Q4_0, Q8_0 and fitting Q4_1 with their codes, if asked for in just that scheme."""
+        part = self._parts[piece.name]
+        if SCHEMES.get(part.tensor.kind) != scheme:
+            return None
+        assert piece.index is None and piece.rows is None  # an expert of a stack has its own name
+        blocks = read_blocks(part.tensor, part.row, part.rows)
+        if part.heads:
+            blocks = _put_back(blocks, part.heads)
+        return repack_blocks(blocks, part.tensor.kind)
 
     def text_files(self) -> dict[str, bytes]:
         """tokenizer.json, tokenizer_config.json, special_tokens_map.json, generation_config.json

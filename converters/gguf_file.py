@@ -7,7 +7,7 @@ count and offset is held against the file's size before anything is allocated fo
 bounded by `MAX_HEADER_BYTES`, tensors must not overlap, and what does not fit is a `DamagedError`.
 
 Tensors are read explicitly. Blocks of quantised weights become fp32 by `gguf.quants`,
-`CHUNK_BYTES` of the file at a time. Left out: big-endian files, kinds not in `KINDS`.
+`CHUNK_BYTES` of the file at a time, or are repacked with their codes (`repack_blocks`). Left out: big-endian files, kinds not in `KINDS`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from spmoe_lite.config import Scheme
 from spmoe_lite.converters.source import read_at
 from spmoe_lite.errors import DamagedError, NotFoundError, UnsupportedError
 from spmoe_lite.manifest import naming
+from spmoe_lite.quant import QuantizedMatrix, pack_scales, view_matrix
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -44,6 +46,11 @@ PLAIN = {  # kinds that are read as they are
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
+}
+SCHEMES = {  # kinds whose codes a scheme of ours holds, for Q4_1 if its numbers happen to fit
+    GGMLQuantizationType.Q4_0: Scheme(4, 32),
+    GGMLQuantizationType.Q4_1: Scheme(4, 32, zeros=True),
+    GGMLQuantizationType.Q8_0: Scheme(8, 32),
 }
 
 _SCALARS = {
@@ -330,6 +337,51 @@ def read_rows(tensor: GgufTensor, row: int, out: torch.Tensor) -> None:
             chunk = packed[: min(step, len(out) - at)]
             _fill(handle, tensor, row + at, chunk.reshape(-1))
             out[at : at + len(chunk)] = torch.from_numpy(dequantize(chunk, tensor.kind))
+
+
+def read_blocks(tensor: GgufTensor, row: int, count: int) -> torch.Tensor:
+    """Rows of a quantised tensor as they lie in the file: uint8 [count, row_bytes]."""
+    out = torch.empty(count, tensor.row_bytes, dtype=torch.uint8)
+    with naming(tensor.path, "read"), tensor.path.open("rb", buffering=0) as handle:
+        _fill(handle, tensor, row, out.view(-1).numpy())
+    return out
+
+
+def repack_blocks(blocks: torch.Tensor, kind: GGMLQuantizationType) -> QuantizedMatrix | None:
+    """Q4_0, Q8_0 or Q4_1 [rows, row_bytes] in the scheme of `SCHEMES`, without a change of value.
+
+    A block is 32 columns: the scale (fp16), for Q4_1 the minimum (fp16), then 32 bytes or 16, whose
+    low halves are columns 0 to 15 and whose high halves are the rest. Our run of 64 columns has the
+    bytes of two blocks in turn. None where Q4_1 has a minimum that is no whole zero (0 to 15) times
+    the scale, or a scale of more than 8 bits.
+    """
+    scheme, (width, size) = SCHEMES[kind], GGML_QUANT_SIZES[kind]
+    parts = blocks.view(len(blocks), -1, size)  # [rows, groups, bytes]
+    columns = parts.shape[1] * width
+    scales, zeros = _halves(parts, 0), torch.zeros(())
+    if scheme.zeros:
+        zeros = (-_halves(parts, 1) / scales).round_().nan_to_num_(0)
+        exact = (zeros >= 0) & (zeros <= 15) & (zeros * scales == -_halves(parts, 1))
+        short = scales.half().view(torch.int16) & 7 == 0
+        if not bool((exact & short & (scales >= 0)).all()):
+            return None
+    codes = parts[:, :, 4 if scheme.zeros else 2 :]
+    if scheme.bits == 8:
+        codes = codes ^ 128  # signed, to codes whose zero is 128
+    if parts.shape[1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 0, 0, 1))
+    run = torch.empty(sum(scheme.parts(len(blocks), columns)), dtype=torch.uint8)
+    matrix = view_matrix(run, scheme, len(blocks), columns)
+    pairs = codes.unflatten(1, (-1, 2)).permute(1, 0, 3, 2)  # [blocks of 64, rows, byte, which]
+    matrix.codes.view(pairs.shape).copy_(pairs)
+    matrix.scales.copy_(pack_scales(scales.t(), zeros.expand_as(scales).t(), scheme))
+    return matrix
+
+
+def _halves(parts: torch.Tensor, number: int) -> torch.Tensor:
+    """The fp16 number of each block, in fp32: [rows, groups]."""
+    halves = parts[:, :, 2 * number : 2 * number + 2].contiguous().view(torch.float16)
+    return halves[:, :, 0].float()
 
 
 def _fill(handle: BinaryIO, tensor: GgufTensor, row: int, out: np.ndarray) -> None:

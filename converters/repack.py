@@ -541,8 +541,8 @@ def _say_narrowed(source: Source, recipe: Recipe, asked: _Asked, dtypes: Dtypes)
         )
     if count := requantised(source, recipe, dtypes):
         log.warning(
-            "%s: %d matrices are quantised in another way than the pack's, and once more: a little "
-            "is lost that the original has",
+            "%s: %d matrices are quantised in another way than the pack's; where it cannot hold their "
+            "codes they are quantised once more, and lose a little that the original has",
             source.label,
             count,
         )

@@ -17,6 +17,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from spmoe_lite.config import ModelConfig
@@ -24,8 +25,20 @@ from spmoe_lite.converters import gguf_file as reader
 from spmoe_lite.converters.gguf import GgufCheckpoint, is_gguf
 from spmoe_lite.converters.gguf_tokenizer import PRE_TOKENIZERS
 from spmoe_lite.converters.repack import convert
-from spmoe_lite.errors import DamagedError, NotFoundError, SpmoeError, UnsupportedError
+from spmoe_lite.errors import (
+    DamagedError,
+    NotFoundError,
+    SpmoeError,
+    UnsupportedError,
+    UsageError,
+)
+from spmoe_lite.manifest import Dtypes
+from spmoe_lite.quant import QuantizedMatrix, quantize, unpack_scales
 from tests import tiny
+from tests.make_pack import bits
+from tests.oracle import Oracle
+from tests.test_convert import loaded
+from tests.test_model import PROMPT, our_logits
 from tests.tiny_gguf import (
     BYTE,
     CONTROL,
@@ -234,6 +247,194 @@ def test_conversion_from_gguf_gives_the_pack_of_the_checkpoint(tmp_path):
     texts = "the quick brown fox", "[INST] 12 [/INST]\n", "naïve ☃"
     tokenizers = [Tokenizer.from_file(str(p / "tokenizer.json")) for p in (one, two)]
     assert all(tokenizers[0].encode(t).ids == tokenizers[1].encode(t).ids for t in texts)
+
+
+# --- codes that are kept
+# --------------------------------------------------------------------------------
+
+
+def stored(tensor: torch.Tensor, kind: str) -> torch.Tensor:
+    """What a tensor becomes in `kind`, by the format's own package, row by row."""
+    number = GGMLQuantizationType[kind]
+    return torch.from_numpy(
+        gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), number), number)
+    )
+
+
+def packed_under_hf_names(path: Path) -> dict[str, Any]:
+    _, dense, experts = loaded(path)
+    found = {}
+    for name, weight in dense.items():
+        if name.startswith("layers."):
+            layer, kind, end = name.removeprefix("layers.").rsplit(".", 2)
+            names = {"router": "block_sparse_moe.gate"} | {
+                f"{k}_norm": v
+                for k, v in (("input", "input_layernorm"), ("post", "post_attention_layernorm"))
+            }
+            block = "mlp" if kind in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+            name = f"layers.{layer}.{names.get(kind, f'{block}.{kind}')}.{end}"
+        found[name if name.startswith("lm_head") else f"model.{name}"] = weight
+    for layer, row in enumerate(experts):
+        for expert, matrices in enumerate(row):
+            for w, weight in zip(("w1", "w3", "w2"), matrices, strict=True):
+                at = f"model.layers.{layer}.block_sparse_moe.experts.{expert}"
+                found[f"{at}.{w}.weight"] = weight
+    return found
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("group", [None, 32])
+@pytest.mark.parametrize(
+    "kind, asked, dtype", [("Q4_0", "int4", "int4-g32"), ("Q8_0", "int8", "int8-g32")]
+)
+def test_codes_are_kept_where_the_scheme_holds_them(
+    tmp_path, kind, asked, dtype, group, stacked, caplog
+):
+    """Rows of q and k change their places on the way, and every value stays what the file says."""
+    path = tmp_path / "m.gguf"
+    tensors = write_gguf(path, model("mixtral"), kind=kind, stacked=stacked)
+    options = {"experts": asked, "dense": asked, "embed": asked, "group": group}
+    pack = convert(path, out=tmp_path / "o.spmoe", **options).path
+    assert loaded(pack)[0] == Dtypes("bf16", dtype, dtype, dtype) and not caplog.text
+    ours = packed_under_hf_names(pack)
+    assert ours.keys() == tensors.keys()
+    for name, weight in ours.items():
+        if isinstance(weight, QuantizedMatrix):
+            assert torch.equal(weight.dequantize(), stored(tensors[name], kind)), name
+    assert sum(isinstance(weight, QuantizedMatrix) for weight in ours.values()) == 34
+    assert convert(path, out=pack, **options).already_there
+    with pytest.raises(UsageError, match="other weights or options"):
+        convert(path, out=pack)
+
+
+@pytest.mark.parametrize(
+    "kind, options, dtype, count",
+    [
+        ("Q4_0", {"experts": "int4", "group": 64}, "int4-g64z", 24),
+        ("Q4_0", {"experts": "int8"}, "int8-g64", 24),
+        ("Q8_0", {"experts": "int4"}, "int4-g64z", 24),
+        ("Q5_1", {"experts": "int4", "dense": "int4"}, "int4-g64z", 32),
+        ("Q4_1", {"experts": "int4", "dense": "int4", "group": 32}, "int4-g32z", 32),
+        ("Q4_0", {"experts": "int4", "dense": "int8"}, "int4-g32", 8),
+    ],
+)
+def test_other_schemes_are_quantised_from_the_values_and_counted(
+    tmp_path, kind, options, dtype, count, caplog
+):
+    path = tmp_path / "m.gguf"
+    tensors = write_gguf(path, model("mixtral", intermediate_size=128), kind=kind)
+    pack = convert(path, out=tmp_path / "o.spmoe", **options).path
+    assert caplog.text.count(f"{count} matrices are quantised in another way") == 1
+    dtypes = loaded(pack)[0]
+    assert dtypes.experts == dtype
+    for name, weight in packed_under_hf_names(pack).items():
+        values, found = stored(tensors[name], kind) if tensors[name].ndim > 1 else None, weight
+        if isinstance(found, QuantizedMatrix) and str(found.scheme) != "int4-g32":
+            assert bits(found) == bits(quantize(values, found.scheme)), name
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+@pytest.mark.parametrize("columns", [32, 96, 256])
+def test_every_block_is_repacked_to_the_bit(kind, columns):
+    """Random bits: negative scales, subnormal ones, code -128; an odd number of blocks is filled up."""
+    number = GGMLQuantizationType[kind]
+    rng = np.random.default_rng(columns)
+    raw = rng.integers(0, 256, (6, columns // 32, gguf.GGML_QUANT_SIZES[number][1]), np.uint8)
+    scales = rng.normal(0, 1e-4, raw.shape[:2]).astype(np.float16)
+    scales[0, 0], scales[1, 0] = 3e-7, -0.0
+    raw[:, :, :2] = scales[:, :, None].view(np.uint8)
+    raw[2, 0, 2:] = 128
+    raw = raw.reshape(6, -1)
+    matrix = reader.repack_blocks(torch.from_numpy(raw), number)
+    assert matrix is not None and matrix.shape == (6, columns)
+    expected = torch.from_numpy(gguf.quants.dequantize(raw, number))
+    assert torch.equal(matrix.dequantize(), expected)
+    found, _ = unpack_scales(matrix.scales, matrix.scheme)
+    assert torch.equal(found[: columns // 32].t(), torch.from_numpy(scales).float())
+
+
+def q4_1(scales: np.ndarray, minima: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Rows of Q4_1 [rows, bytes] with these scales and minima [rows, groups] and random codes."""
+    raw = np.random.default_rng(seed).integers(0, 256, (*scales.shape, 20), np.uint8)
+    raw[:, :, :2] = scales.astype(np.float16)[:, :, None].view(np.uint8)
+    raw[:, :, 2:4] = minima.astype(np.float16)[:, :, None].view(np.uint8)
+    return raw.reshape(len(scales), -1)
+
+
+def test_q4_1_is_exact_where_its_minimum_is_a_zero():
+    rng = np.random.default_rng(1)
+    scales = torch.from_numpy(rng.uniform(0.01, 0.1, (6, 3))).bfloat16().float().numpy()
+    zeros = rng.integers(0, 16, (6, 3))
+    zeros[0, 0], zeros[0, 1] = 0, 15
+    minima = -zeros * scales
+    number = GGMLQuantizationType.Q4_1
+
+    def repacked(scales: np.ndarray, minima: np.ndarray) -> QuantizedMatrix | None:
+        raw = q4_1(scales, minima)
+        matrix = reader.repack_blocks(torch.from_numpy(raw), number)
+        if matrix is not None:
+            expected = torch.from_numpy(gguf.quants.dequantize(raw, number))
+            assert torch.equal(matrix.dequantize(), expected)
+        return matrix
+
+    minima = minima.astype(np.float16).astype(np.float32)
+    whole = minima == -zeros * scales  # 15 times 8 bits may need 12
+    minima[~whole], zeros[~whole] = -8 * scales[~whole], 8
+    matrix = repacked(scales, minima)
+    assert matrix is not None and whole.sum() > 6
+    assert (unpack_scales(matrix.scales, matrix.scheme)[1][:3].t().numpy() == zeros).all()
+    for row, group, scale, minimum in [
+        (5, 2, 0.0625, 0.0625),  # a zero of -1
+        (5, 2, 0.0625, -1.0),  # of 16
+        (5, 2, 0.0625, -0.09375),  # of 1.5
+        (0, 0, 1 + 2**-9, 0.0),  # a scale of 10 bits
+        (0, 0, -0.0625, 0.5),  # a negative one
+        (0, 0, 0.0, 0.5),  # a constant
+        (3, 1, float("nan"), 0.0),
+        (3, 1, float("inf"), 0.0),
+    ]:
+        other, lower = scales.copy(), minima.copy()
+        other[row, group], lower[row, group] = scale, minimum
+        assert repacked(other, lower) is None or scale == float("inf"), (scale, minimum)
+    zero = scales.copy()
+    zero[4, 1] = 0  # nothing but zeros
+    assert repacked(zero, np.where(zero == 0, 0, minima)) is not None
+
+
+def test_q4_1_keeps_the_matrices_that_fit_and_quantises_the_rest(tmp_path):
+    path, config = tmp_path / "m.gguf", model("llama")
+    shape = {"blk.0.ffn_up.weight": (96, 2), "blk.1.attn_q.weight": (64, 2)}
+    extra = {}
+    for name, (rows, groups) in shape.items():
+        scales = np.full((rows, groups), 2.0**-5)
+        scales[7] = 2.0**-4
+        extra[name] = q4_1(scales, -5 * scales)
+    write_gguf(path, config, kind="Q4_1", drop=tuple(extra), extra=extra, extra_kind="Q4_1")
+    pack = convert(path, out=tmp_path / "o.spmoe", dense="int4", group=32).path
+    ours, source = packed_under_hf_names(pack), GgufCheckpoint(path)
+    kept = {
+        name
+        for name, weight in ours.items()
+        if isinstance(weight, QuantizedMatrix)
+        and torch.equal(weight.dequantize(), source.read(name))
+    }
+    assert kept == {"model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"}
+
+
+@pytest.mark.parametrize("kind, asked", [("Q4_0", "int4"), ("Q8_0", "int8")])
+def test_logits_are_those_of_the_values_in_the_file(tmp_path, kind, asked):
+    folder = tiny.tiny_mixtral(
+        tmp_path / "hf", hidden=64, intermediate=96, theta=1e4, shards=1, index=False
+    )
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    tensors = tiny.random_tensors(config, seed=0, dtype=torch.float32)
+    write_gguf(tmp_path / "m.gguf", config, kind=kind, tensors=tensors)
+    values = {n: stored(t, kind) if t.ndim > 1 else t for n, t in tensors.items()}
+    save_file(values, folder / "model.safetensors")
+    expected = Oracle(folder).logits(PROMPT)
+    options = {"experts": asked, "dense": asked, "embed": "fp32"}
+    pack = convert(tmp_path / "m.gguf", out=tmp_path / "o.spmoe", **options).path
+    assert np.abs(our_logits(pack, PROMPT).numpy() - expected).max() < 1e-4
 
 
 # --- what the model is

@@ -82,11 +82,13 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     drop: tuple[str, ...] = (),
     extra: dict[str, np.ndarray] | None = None,
+    extra_kind: str = "F32",
 ) -> dict[str, torch.Tensor]:
     """Write one file and return its tensors under Hugging Face names, before any quantisation.
 
     Matrices are stored as `kind`, vectors as F32. `metadata` overrides keys (None drops one),
-    `drop` leaves tensors out, `extra` adds tensors by their GGUF names.
+    `drop` leaves tensors out, `extra` adds tensors by their GGUF names, their bytes where they are
+    of another `extra_kind`.
     """
     tensors = tensors or tiny.random_tensors(config, seed=seed, dtype=torch.float32)
     writer = GGUFWriter(str(path), "llama")
@@ -112,7 +114,8 @@ def write_gguf(
         if name not in drop:
             _add_tensor(writer, name, data, kind)
     for name, data in (extra or {}).items():
-        writer.add_tensor(name, data)
+        raw_dtype = None if extra_kind == "F32" else GGMLQuantizationType[extra_kind]
+        writer.add_tensor(name, data, raw_dtype=raw_dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
