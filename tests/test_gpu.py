@@ -29,7 +29,6 @@ def packs(request, tmp_path_factory):
     """A target of 3 layers x 8 experts and a disturbed copy as its draft, in one precision."""
     folder = tmp_path_factory.mktemp(request.param)
     shape = {"layers": 3, "experts": 8, "scale_head": 4.0, "hidden": 128, "intermediate": 192}
-    coded = request.param.startswith("int")
     target = tiny.tiny_mixtral(folder / "t", **shape)
     noisy = tiny.tiny_mixtral(folder / "n", **shape)
     disturb(noisy, 0.1)
