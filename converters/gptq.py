@@ -38,7 +38,7 @@ from spmoe_lite.config import GROUPS, Scheme, quantisation, quantisation_method
 from spmoe_lite.converters.source import Checkpoint, Piece, SourceTensor
 from spmoe_lite.errors import DamagedError, UnsupportedError
 from spmoe_lite.pack import TORCH_DTYPES
-from spmoe_lite.quant import QuantizedMatrix, pack_scales, quantize, view_matrix
+from spmoe_lite.quant import QuantizedMatrix, pack_scales, quantize, unpack_codes
 
 log = logging.getLogger("spmoe_lite")
 
@@ -46,6 +46,7 @@ METHODS = ("awq", "gptq")
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AWQ: the row, of eight, whose code lies in nibble p
 NATURAL = tuple(range(8))
+SCHEME = Scheme(4, 32)  # codes lie alike in every scheme of 4 bits
 UNLIKE = "fetch one in 4 bits with groups of 32, 64 or 128, the original checkpoint, or a GGUF file"
 
 
@@ -114,11 +115,11 @@ class _Matrix:
 
 @dataclass(frozen=True, slots=True)
 class _Raw:
-    """The tensors of one matrix, read; `zeros` int16 [G, N] and `scales` fp32 [G, N] are unpacked."""
+    """The tensors of one matrix, read."""
 
-    qweight: torch.Tensor
-    zeros: torch.Tensor
-    scales: torch.Tensor
+    codes: torch.Tensor  # as our kernels want them (quant.py)
+    zeros: torch.Tensor  # int16 [G, N]
+    scales: torch.Tensor  # fp32 [G, N]
     groups: torch.Tensor  # [K]: of each column
 
 
@@ -155,8 +156,8 @@ class PackedCheckpoint(Checkpoint):
         """As of any checkpoint; a packed matrix as the values its method defines, in fp32."""
         if not self._is_packed(name):
             return super().read(name, index, rows, out)
-        assert self.packing is not None and index is None and out is None
-        return _values(self._raw(name), self.packing, rows or range(self.tensors[name].shape[0]))
+        assert index is None and out is None
+        return _values(self._raw(name), rows or range(self.tensors[name].shape[0]))
 
     def read_quantized(self, piece: Piece, scheme: Scheme) -> QuantizedMatrix | None:
         """A matrix in the checkpoint's own scheme with its codes, None in any other."""
@@ -164,7 +165,7 @@ class PackedCheckpoint(Checkpoint):
             return super().read_quantized(piece, scheme)
         if self.tensors[piece.name].scheme != scheme:
             return None
-        assert self.packing is not None and piece.rows is None
+        assert piece.rows is None
         raw, name = self._raw(piece.name), f"{self.label}: {piece.name}"
         if scheme.zeros:
             scales = _eight_bits(raw.scales)
@@ -178,12 +179,13 @@ class PackedCheckpoint(Checkpoint):
                     f"set sym to false there"
                 )
         if fits:
-            return _repacked(raw, scales, self.packing)
+            words = pack_scales(scales, raw.zeros, scheme)
+            return QuantizedMatrix(scheme, len(raw.groups), raw.codes, words)
         self._say_once(
             f"{name}, and others like it, have a zero of 16 or a scale that {scheme} cannot hold; they "
             f"are quantised again and lose a little"
         )
-        return quantize(_values(raw, self.packing, range(piece.shape[0])), scheme, name=name)
+        return quantize(_values(raw, range(piece.shape[0])), scheme, name=name)
 
     def _is_packed(self, name: str) -> bool:
         return self.packing is not None and name.removesuffix(".weight") in self._matrices
@@ -307,7 +309,7 @@ class PackedCheckpoint(Checkpoint):
         if "g_idx" in parts:
             groups = self._part(parts["g_idx"], torch.int32).long()
         raw = _Raw(
-            self._part(parts["qweight"], torch.int32),
+            _repacked(self._part(parts["qweight"], torch.int32), packing),
             zeros + packing.offset,
             self._part(parts["scales"], TORCH_DTYPES[parts["scales"].dtype]).float(),
             groups,
@@ -329,48 +331,55 @@ def _nibbles(words: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
     return out.flatten(1)
 
 
-def _values(raw: _Raw, packing: Packing, rows: range) -> torch.Tensor:
+def _values(raw: _Raw, rows: range) -> torch.Tensor:
     """The rows as their method defines them: fp32 [R, K]."""
-    if packing.method == "awq":
-        first = rows.start // 8
-        codes = _nibbles(raw.qweight[:, first : -(-rows.stop // 8)], ORDER)  # [K, R']
-        codes = codes[:, rows.start - 8 * first :][:, : len(rows)]
-    else:
-        words = raw.qweight[:, rows.start : rows.stop].t().contiguous()
-        codes = _nibbles(words, NATURAL).t()
     place = slice(rows.start, rows.stop)
-    zeros, scales = raw.zeros[:, place].float(), raw.scales[:, place]
-    values = codes.float().sub_(zeros[raw.groups]).mul_(scales[raw.groups])
-    return values.t().contiguous()
+    codes = unpack_codes(raw.codes[:, place], SCHEME)[:, : len(raw.groups)]
+    zeros, scales = (each[:, place].t()[:, raw.groups] for each in (raw.zeros, raw.scales))
+    return codes.float().sub_(zeros).mul_(scales)
 
 
-def _repacked(raw: _Raw, scales: torch.Tensor, packing: Packing) -> QuantizedMatrix:
-    """The same codes and zeros where our kernels want them (quant.py has the order of the bytes)."""
-    scheme, rows, columns = packing.scheme, scales.shape[1], len(raw.groups)
-    run = torch.empty(sum(scheme.parts(rows, columns)), dtype=torch.uint8)
-    matrix = view_matrix(run, scheme, rows, columns)
-    matrix.scales.copy_(pack_scales(scales, raw.zeros, scheme))
-    words = matrix.codes.view(torch.int16)  # [blocks, N, 16]
-    blocks = len(words)
+def _repacked(qweight: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """The codes as quant.py has them: uint8 [blocks of 64 columns, N, 32].
+
+    Word j of a run has columns j, 16 + j, 32 + j and 48 + j of its block, so the four quarters of a
+    block are put together: `_turned` does it for the eight nibbles of their words at once.
+    """
     awq = packing.method == "awq"
-    high = scheme.block if awq else scheme.block // 8  # rows of qweight in a block
-    padding = blocks * high - len(raw.qweight)
-    found = torch.nn.functional.pad(raw.qweight, (0, 0, 0, padding)) if padding else raw.qweight
-    for first in range(0, blocks, 4):  # of a few blocks at a time, which stay in cache
-        part = found[first * high : (first + 4) * high]
-        out = words[first : first + 4]
-        parts = part.view(len(out), 4, high // 4, -1)  # of 16 columns each
-        for place, number in enumerate(packing.order):
-            nibbles = (parts >> 4 * place & 15).to(torch.int16)
-            joined = nibbles[:, 0]
-            for i in range(1, 4):
-                joined = joined | nibbles[:, i] << 4 * i
-            joined = joined.transpose(1, 2)  # [blocks, N / 8, 16] or [blocks, N, 2]
-            if awq:
-                out.view(len(out), -1, 8, 16)[:, :, number] = joined
-            else:
-                out[:, :, number::8] = joined
-    return matrix
+    high = SCHEME.block if awq else SCHEME.block // 8  # rows of qweight in a block
+    padding = -len(qweight) % high
+    if padding:
+        qweight = torch.nn.functional.pad(qweight, (0, 0, 0, padding))
+    blocks, across = len(qweight) // high, qweight.shape[1]
+    out = torch.empty(blocks, across * 8 if awq else across, 16, dtype=torch.int16)
+    for block in range(blocks):  # one at a time, which stays in cache
+        quarters = qweight[block * high : (block + 1) * high].view(4, high // 4, across)
+        pairs = _turned(*quarters)  # of nibbles 0 and 4, 1 and 5, 2 and 6, 3 and 7
+        if awq:  # the pairs are rows 0 and 1, 2 and 3, ... of one column
+            out[block] = torch.stack(pairs, 2).view(torch.int16).flatten(1).t()
+        else:  # they are columns of one row
+            first, second = (_merged(*two, 0xFFFF, 16) for two in (pairs[:2], pairs[2:]))
+            in_order = torch.stack((first[0], second[0], first[1], second[1]), 1)  # [2, 4, N]
+            out[block].view(torch.int32).copy_(in_order.flatten(0, 1).t())
+    return out.view(torch.uint8)
+
+
+def _turned(
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor
+) -> list[torch.Tensor]:
+    """Four int32 of eight nibbles each -> four of two 16-bit words: nibbles 0 and 4, 1 and 5, ...
+
+    A 16-bit word has that nibble of `a` in its lowest bits, of `d` in its highest.
+    """
+    low, high = _merged(a, b, 0x0F0F0F0F, 4), _merged(c, d, 0x0F0F0F0F, 4)
+    even, odd = (_merged(x, y, 0x00FF00FF, 8) for x, y in zip(low, high, strict=True))
+    return [even[0], odd[0], even[1], odd[1]]
+
+
+def _merged(a: torch.Tensor, b: torch.Tensor, mask: int, shift: int) -> list[torch.Tensor]:
+    """The even fields of a and b in turn, then the odd ones; `mask` has the even fields."""
+    even = (a & mask) | (b & mask) << shift
+    return [even, (a >> shift & mask) | (b >> shift & mask) << shift]
 
 
 def _eight_bits(scales: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from spmoe_lite.config import Scheme
 from spmoe_lite.converters import convert
-from spmoe_lite.converters.gptq import Packing, packing_of
+from spmoe_lite.converters.gptq import PackedCheckpoint, Packing, packing_of
 from spmoe_lite.errors import DamagedError, SpmoeError, UnsupportedError
 from spmoe_lite.manifest import Dtypes
 from spmoe_lite.pack import TORCH_DTYPES
@@ -270,6 +270,36 @@ def test_scales_are_rounded_to_eight_bits_and_only_where_a_zero_needs_the_room(
         assert off <= 2**-8
         changed += off > 2**-10
     assert bool(changed) == ("sym" not in method)
+
+
+@pytest.mark.parametrize("scale", [0.0, 2.0**-24, 0.7 * 2**-20, 1.37 * 2**-15, 1.99609375 * 2**-15])
+def test_tiny_scales_leave_the_zeros_alone(scale: float, tmp_path: Path) -> None:
+    """Below 2^-14 an fp16 has fewer bits: what is left of a scale are multiples of 2^-21."""
+
+    def change(name: str, matrix: Matrix) -> None:
+        matrix.scales[1] = scale
+
+    given = checkpoint(tmp_path / "q", "llama", AWQ, change=change, layers=1)
+    path = convert(tmp_path / "q", out=tmp_path / "o.spmoe").path
+    for name, ours in matrices(path, given).items():
+        scales, zeros = unpack_scales(ours.scales, ours.scheme)
+        assert (zeros[1].numpy() == given[name].zeros[1]).all()
+        assert ((scales[1] - given[name].scales[1].float()).abs() <= 2.0**-22).all()
+        assert torch.equal(scales[0], given[name].scales[0].float())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_read_in_pieces_are_those_of_the_whole(method: str, tmp_path: Path) -> None:
+    given = checkpoint(tmp_path / "q", "llama", METHODS[method], eight_bits=False, layers=1)
+    source = PackedCheckpoint.folder(tmp_path / "q")
+    packing = packing_of(source.config)
+    assert packing is not None
+    source.accept(packing)
+    for name in (q_proj(0), "model.layers.0.mlp.down_proj.weight"):
+        for rows in (range(0, 64), range(5, 6), range(7, 30), range(16, 64), range(63, 64)):
+            found = source.read(name, rows=rows).double().numpy()
+            assert np.array_equal(found, given[name].values[rows.start : rows.stop])
+    source.close()
 
 
 @pytest.mark.parametrize("method", METHODS)
