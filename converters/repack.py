@@ -240,7 +240,7 @@ class _Asked:
             )
 
     def _floats(self) -> set[str]:
-        return {self.dense, self.embed} & DTYPE_BYTES.keys()
+        return {word for word in (self.dense, self.embed) if word and word in DTYPE_BYTES}
 
     def dtypes(self, source: Dtypes) -> Dtypes:
         """The pack's. All that is not quantised has one float dtype, but for the experts."""

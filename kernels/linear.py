@@ -11,12 +11,14 @@ AVX-512; elsewhere torch falls to a scalar loop that is slower than widening the
 only that loop beyond a few rows. A quantised matrix is dequantised at each call there.
 """
 
+from typing import TypeAlias
+
 import torch
 import torch.nn.functional as F
 
 from spmoe_lite.quant import QuantizedMatrix
 
-Weight = torch.Tensor | QuantizedMatrix
+Weight: TypeAlias = "torch.Tensor | QuantizedMatrix"
 
 NATIVE_FP16_ROWS = 4  # up to here torch's fp16 product beats widening the weights
 TALL_ROWS, TALL_NUMEL = 8, 1 << 16  # fp32: W x^T up to so many rows, from so many weights on

@@ -616,7 +616,7 @@ def _default_sampling(folder: Path) -> SamplingParams:
 def _product_rates(device: torch.device, dtypes: Dtypes) -> dict[str, float]:
     """Bytes of weights per second in a single-row product, by dtype."""
     plain, rates = memory_rate(device), {}
-    for dtype in {dtypes.dense, dtypes.linear, dtypes.embed, dtypes.experts} - {None}:
+    for dtype in {dtypes.dense, dtypes.linear, dtypes.embed, dtypes.experts or dtypes.dense}:
         if scheme_of(dtype) is None:
             rates[dtype] = plain
         elif device.type == "cuda":

@@ -70,7 +70,7 @@ class Transformer:
     def __init__(
         self,
         config: ModelConfig,
-        tensors: dict[str, Weight],
+        tensors: dict[str, Any],
         context: int,
         source: ExpertSource | None = None,
         layout: ExpertLayout | None = None,
@@ -149,7 +149,7 @@ def _mlp(block: Block, m: torch.Tensor) -> torch.Tensor:
     return linear(F.silu(gate) * up, block.down)
 
 
-def _block(tensors: dict[str, Weight], layer: int) -> Block:
+def _block(tensors: dict[str, Any], layer: int) -> Block:
     """Take one layer's tensors; q, k, v and gate, up become one matrix each: fewer, larger products."""
 
     def take(name: str) -> Any:

@@ -36,7 +36,7 @@ from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -50,7 +50,7 @@ from spmoe_lite.manifest import expert_layout as expert_layout
 from spmoe_lite.progress import OnProgress, Progress, check
 from spmoe_lite.quant import QuantizedMatrix, view_matrix
 
-Weight = torch.Tensor | QuantizedMatrix
+Weight: TypeAlias = "torch.Tensor | QuantizedMatrix"
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -734,7 +734,7 @@ def _parts(name: str, weight: Weight, dtype: str, shape: tuple[int, ...]) -> lis
     if isinstance(weight, QuantizedMatrix):
         found, parts = str(weight.scheme), weight.tensors()
         good = weight.scheme == scheme and len(shape) == 2
-        good = good and tuple(part.nbytes for part in parts) == scheme.parts(*shape)
+        good = good and tuple(part.nbytes for part in parts) == weight.scheme.parts(*shape)
     else:
         found, parts = str(weight.dtype), [weight]
         good = scheme is None and weight.dtype == TORCH_DTYPES[dtype]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from spmoe_lite.manifest import Dtypes
 
 MIN_SLOTS = 2
-DEQUANTISED = 8  # bytes a weight of a matrix that the CPU dequantises for one product; measured: 6.3
+DEQUANTISED = 8  # bytes a weight that the CPU dequantises for one product; measured: 6.3
 _UNITS = {"": 1, "B": 1, "K": 1e3, "M": 1e6, "G": 1e9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
