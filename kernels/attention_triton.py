@@ -31,7 +31,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .configs import attention_tile, capability_of
+from .configs import attention_tile, capability_of, overlap_options
+from .tile_triton import overlap
 
 LONGEST = tl.constexpr(1024)  # keys of a split, from 8192 on
 LOG2_E = 1.4426950408889634
@@ -165,10 +166,12 @@ def _attention_kernel(
     D: tl.constexpr,
     WINDOWED: tl.constexpr,
     SPREAD: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    overlap(PDL)
     head = tl.program_id(1)
     # The last rows see most keys, and the last splits are the longest: begin with them.
     row_tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -229,9 +232,11 @@ def _merge_kernel(
     num_rows,
     num_splits,
     D: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
+    overlap(PDL)
     row = tl.program_id(0).to(tl.int64)
     d, s = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_SPLITS)
     m_ptr = stats_ptr + row * num_splits
@@ -275,6 +280,7 @@ def attention_triton(
     heads_k = k_cache.shape[1]
     group = num_heads // heads_k
     config = attention_tile(capability_of(q), q.dtype)
+    overlapped = overlap_options(capability_of(q))
     row_tiles = triton.cdiv(tokens * group, config.rows)
     before = 0 if window is None else splits_up_to(max(start - window + 1, 0)) - 1
     splits = splits_up_to(start + tokens - 1) - before
@@ -289,11 +295,12 @@ def attention_triton(
         head_dim**-0.5 * LOG2_E,
         HEADS_K=heads_k, GROUP=group, D=head_dim, WINDOWED=window is not None, SPREAD=spread,
         BLOCK_ROWS=config.rows, BLOCK_KEYS=config.keys, BLOCK_D=triton.next_power_of_2(head_dim),
-        num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
+        num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True, **overlapped,
     )  # fmt: skip
     if spread:
         _merge_kernel[tokens * num_heads, triton.cdiv(head_dim, MERGE_D)](
             parts, stats, out, tokens * num_heads, splits,
             D=head_dim, BLOCK_D=MERGE_D, BLOCK_SPLITS=32, num_warps=1, enable_fp_fusion=True,
+            **overlapped,
         )  # fmt: skip
     return out

@@ -13,7 +13,7 @@ differ in everything but the kind of matrix instruction. On 9.0 that is wgmma: n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -91,24 +91,41 @@ _HOPPER: _Table = {  # 9.0
 }
 
 
-# Quantised weights: k is not used, a step is 128 columns (256 at a group of 128).
-_HOPPER_CODES: _Table = dict.fromkeys(
-    ("up", "down", "dense"),
+# Quantised weights; k is a step where it divides K, else 128. At a group of 128 a step is twice as
+# long and half as many are in flight.
+_HOPPER_CODES: _Table = {
+    "up": (
+        Tile(128, 128, 16, 4, 4),
+        Tile(128, 128, 32, 4, 4),
+        Tile(128, 128, 64, 4, 3),
+        Tile(128, 128, 128, 4, 3),
+    ),
+    "down": (
+        Tile(64, 128, 16, 4, 4),
+        Tile(64, 128, 32, 4, 4),
+        Tile(128, 128, 64, 4, 3),
+        Tile(128, 128, 128, 8, 3),
+    ),
+    "dense": (
+        Tile(64, 128, 16, 4, 4),
+        Tile(64, 128, 32, 4, 4),
+        Tile(128, 128, 64, 4, 3),
+        Tile(128, 128, 128, 8, 3),
+    ),
+}
+_AMPERE_CODES: _Table = dict.fromkeys(
+    ("up", "down"),
     (
-        Tile(64, 0, 16, 4, 4),
-        Tile(64, 0, 32, 4, 4),
-        Tile(128, 0, 64, 4, 3),
-        Tile(128, 0, 128, 8, 2),
+        Tile(64, 128, 16, 4, 4),
+        Tile(64, 128, 32, 4, 4),
+        Tile(64, 128, 64, 4, 2),
+        Tile(128, 128, 128, 8, 2),
     ),
 )
-_AMPERE_CODES: _Table = dict.fromkeys(
-    ("up", "down", "dense"),
-    (
-        Tile(64, 0, 16, 4, 4),
-        Tile(64, 0, 32, 4, 4),
-        Tile(64, 0, 64, 4, 2),
-        Tile(128, 0, 128, 8, 2),
-    ),
+_AMPERE_CODES["dense"] = (
+    *_AMPERE_CODES["up"][:2],
+    Tile(128, 128, 64, 8, 2),
+    Tile(64, 128, 128, 8, 2),
 )
 
 
@@ -117,9 +134,15 @@ def tiles(
 ) -> tuple[Tile, ...]:
     """Every entry for this card, dtype (of x), product and weights, the narrowest first."""
     if dtype.itemsize == 4 or capability < (8, 0):
-        return _SCALAR[kind]
+        return _SCALAR[kind] if scheme is None else _SCALAR[kind][:1]  # the second would spill
     if scheme is not None:
-        return (_HOPPER_CODES if capability[0] == 9 else _AMPERE_CODES)[kind]
+        entries = (_HOPPER_CODES if capability[0] == 9 else _AMPERE_CODES)[kind]
+        if scheme.group < 128:
+            return entries
+        return tuple(
+            replace(e, stages=max(2, e.stages // 2), warps=8 if e.t == 128 else e.warps)
+            for e in entries
+        )
     return (_HOPPER if capability[0] == 9 else _AMPERE)[kind]
 
 
@@ -142,6 +165,16 @@ def attention_tile(capability: tuple[int, int], dtype: torch.dtype) -> Attention
     if capability < (8, 0):
         return AttentionTile(16, 32, 4, 2)
     return AttentionTile(64, 64, 4, 3) if capability[0] == 9 else AttentionTile(32, 64, 4, 2)
+
+
+def overlap_options(capability: tuple[int, int]) -> dict[str, bool]:
+    """Arguments of a launch that may begin while the kernel before it ends (`overlap` waits for it).
+
+    Programmatic dependent launch, from 9.0 on: it hides what a launch costs, about 1 us of 4.
+    """
+    if capability[0] >= 9 and torch.version.hip is None:
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 def capability_of(tensor: torch.Tensor) -> tuple[int, int]:

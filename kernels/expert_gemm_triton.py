@@ -27,9 +27,9 @@ import triton.language as tl
 
 from spmoe_lite.config import scheme_of
 
-from .configs import SOME, Kind, capability_of, tile
+from .configs import SOME, Kind, capability_of, overlap_options, tile
 from .expert_gemm import DTYPES
-from .tile_triton import TRITON_DTYPES, dot_tile, dot_tile_quantized, scheme_constants
+from .tile_triton import TRITON_DTYPES, dot_tile, dot_tile_quantized, overlap, scheme_constants
 
 if TYPE_CHECKING:
     from spmoe_lite.config import ExpertLayout
@@ -86,11 +86,13 @@ def _expert_gemm_kernel(
     FAST: tl.constexpr,
     GATED: tl.constexpr,
     LISTED: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,  # CHOICES, rounded up to a power of 2
 ):
+    overlap(PDL)
     row_tile, weight_tile, line = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     expert = tl.load(use_ptr + line * 3)
     address = tl.load(use_ptr + line * 3 + 1)
@@ -169,8 +171,10 @@ def _combine_kernel(
     out_ptr,  # [T, H]
     H: tl.constexpr,
     CHOICES: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    overlap(PDL)
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     partial_at = partial_ptr + token * CHOICES * H + h
@@ -209,8 +213,9 @@ def combine_triton(partial: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
     out = partial.new_empty(tokens, hidden)
     grid = (tokens, triton.cdiv(hidden, COMBINE_BLOCK))
     _combine_kernel[grid](
-        partial, weights, out, hidden, choices, COMBINE_BLOCK, num_warps=4, enable_fp_fusion=True
-    )
+        partial, weights, out, hidden, choices, BLOCK=COMBINE_BLOCK, num_warps=4,
+        enable_fp_fusion=True, **overlap_options(capability_of(partial)),
+    )  # fmt: skip
     return out
 
 
@@ -261,4 +266,5 @@ def _launch(
         GATED=kind == "up", LISTED=listed, BLOCK_N=config.n, BLOCK_K=config.k, BLOCK_T=config.t,
         BLOCK_C=triton.next_power_of_2(choices),
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
+        **overlap_options(capability),
     )  # fmt: skip

@@ -18,10 +18,10 @@ import triton.language as tl
 
 from spmoe_lite.quant import QuantizedMatrix
 
-from .configs import FEW, SOME, capability_of, tile
+from .configs import FEW, SOME, capability_of, overlap_options, tile
 from .counters import counters_of
 from .linear import Weight
-from .tile_triton import TRITON_DTYPES, dot_tile, dot_tile_quantized, scheme_constants
+from .tile_triton import TRITON_DTYPES, dot_tile, dot_tile_quantized, prefetch, scheme_constants
 
 SEGMENT_STEP = 256  # a multiple of every K step in `configs.py`, and of two groups
 WANTED_PROGRAMS = 256  # about two per multiprocessor of a large card
@@ -69,6 +69,7 @@ def _linear_kernel(
     ZEROS: tl.constexpr,
     DTYPE: tl.constexpr,  # of x
     FAST: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -81,6 +82,17 @@ def _linear_kernel(
     token = token.to(tl.int64)
 
     begin = segment * SEGMENT
+    if PDL:  # the weights are nobody's result: their first columns come while the others finish
+        tl.extra.cuda.gdc_launch_dependents()
+        if BITS == 0:
+            line = tl.arange(0, 4) * (128 // w_ptr.dtype.element_ty.primitive_bitwidth * 8)
+            at = rows.to(tl.int64)[:, None] * K + tl.minimum(begin + line, K - 1)[None, :]
+        else:
+            block = tl.minimum(begin // 64 + tl.arange(0, 8), (K - 1) // 64)
+            run = weight_tile * BLOCK_N + tl.arange(0, BLOCK_N * BITS // 16) * (16 // BITS)
+            at = (block[:, None] * N + tl.minimum(run, N - 1)[None, :]) * (4 * BITS)
+        prefetch((w_ptr + at).to(tl.int64))
+        tl.extra.cuda.gdc_wait()
     y = _segment(
         w_ptr, scales_ptr, x_ptr, rows, token, mine, begin, tl.minimum(begin + SEGMENT, K),
         N, K, BITS, GROUP, ZEROS, DTYPE, FAST, BLOCK_N, BLOCK_K, BLOCK_T,
@@ -151,5 +163,6 @@ def linear_triton(
         DTYPE=TRITON_DTYPES[x.dtype], **scheme_constants(x.dtype, scheme),
         BLOCK_N=config.n, BLOCK_K=config.k, BLOCK_T=config.t,
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
+        **overlap_options(capability),
     )  # fmt: skip
     return out

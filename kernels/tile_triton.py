@@ -44,6 +44,26 @@ def scheme_constants(dtype: torch.dtype, scheme: Scheme | None) -> dict[str, Any
 
 
 @triton.jit
+def overlap(PDL: tl.constexpr):
+    """First thing in a kernel: let the next one start, and wait for the end of the one before.
+
+    Nothing that another kernel writes is read before this, and nothing is written.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch(addresses):
+    """Fetch the 128 bytes at each of int64 `addresses` into the L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [addresses], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def dot_tile(
     w_ptr,  # [*, K], 16-byte aligned
     x_ptr,  # [*, K]

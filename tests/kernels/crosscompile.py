@@ -25,20 +25,23 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from spmoe_lite.config import ExpertLayout  # noqa: E402
+from spmoe_lite.config import ExpertLayout, matrix_bytes, scheme_of  # noqa: E402
 from spmoe_lite.kernels import (  # noqa: E402
     attention_triton,
     expert_gemm_triton,
     gate_triton,
     linear_triton,
 )
+from spmoe_lite.quant import view_matrix  # noqa: E402
 
 HIDDEN, INNER, CHOICES, EXPERTS = 4096, 14336, 2, 8
 EXPERT_JOBS = [("up", 1), ("up", 32), ("up", 256), ("up", 512), ("down", 1), ("down", 512)]
+SCHEMES = ("int4-g64z", "int4-g32z", "int4-g128z", "int8-g64")  # the first for every card
 POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -51,10 +54,10 @@ class Recorder:
         self.kernel, self.launches = kernel, launches
 
     def __getitem__(self, grid):
-        def launch(*args, num_warps, enable_fp_fusion, num_stages=3, **kwargs):
+        def launch(*args, num_warps, enable_fp_fusion, num_stages=3, launch_pdl=False, **kwargs):
             bound = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
             options = {"num_warps": num_warps, "num_stages": num_stages}
-            options["enable_fp_fusion"] = enable_fp_fusion
+            options |= {"enable_fp_fusion": enable_fp_fusion, "launch_pdl": launch_pdl}
             self.launches.append((self.kernel, bound, options))
 
         return launch
@@ -121,7 +124,7 @@ def describe(kernel, bound: dict, options: dict, capability: tuple[int, int]) ->
 
 
 def expert_call(kind: str, tokens: int, dtype: torch.dtype, name: str):
-    size = HIDDEN * INNER * dtype.itemsize
+    size = matrix_bytes(name, INNER, HIDDEN)
     layout = ExpertLayout(name, HIDDEN, INNER, 0, size, 2 * size, 3 * size)
     experts = torch.zeros(tokens, CHOICES, dtype=torch.int32)
     use = torch.zeros(EXPERTS, 3, dtype=torch.int64)
@@ -133,6 +136,16 @@ def expert_call(kind: str, tokens: int, dtype: torch.dtype, name: str):
     return lambda: expert_gemm_triton.expert_down_triton(h, experts, use, layout, out)
 
 
+def linear_call(tokens: int, dtype: torch.dtype, name: str):
+    x, scheme = torch.empty(tokens, 4096, dtype=dtype), scheme_of(name)
+    run = torch.empty(matrix_bytes(name, 4096, 4096), dtype=torch.uint8)
+    if scheme is None:
+        weight = run.view(dtype).view(4096, 4096)
+    else:
+        weight = view_matrix(run, scheme, 4096, 4096)
+    return lambda: linear_triton.linear_triton(x, weight)
+
+
 def gate_call(experts: int, hidden: int, choices: int, dtype: torch.dtype):
     x, router = torch.empty(5, hidden, dtype=dtype), torch.empty(experts, hidden, dtype=dtype)
     return lambda: gate_triton.norm_gate_topk_triton(x, x[0], 1e-5, router, choices)
@@ -142,13 +155,14 @@ def jobs(capability: tuple[int, int]):
     """(module, call) of most tiles on 8.6 and 9.0, of those that need most elsewhere."""
     name, dtype = ("fp16", torch.float16) if capability < (8, 0) else ("bf16", torch.bfloat16)
     brief = capability not in ((8, 6), (9, 0))
-    for kind, tokens in [("up", 1), ("up", 512)] if brief else EXPERT_JOBS:
-        yield expert_gemm_triton, expert_call(kind, tokens, dtype, name)
+    for weights in (name, SCHEMES[0]) if brief else (name, *SCHEMES):
+        for kind, tokens in [("up", 1), ("up", 512)] if brief else EXPERT_JOBS:
+            yield expert_gemm_triton, expert_call(kind, tokens, dtype, weights)
     for sizes in [(128, 2048, 8)] if brief else [(8, 4096, 2), (128, 2048, 8)]:
         yield gate_triton, gate_call(*sizes, dtype)
     for tokens in () if brief else (1, 512):
-        x, w = torch.empty(tokens, 4096, dtype=dtype), torch.empty(4096, 4096, dtype=dtype)
-        yield linear_triton, lambda x=x, w=w: linear_triton.linear_triton(x, w)
+        for weight in (name, *SCHEMES[:1]):
+            yield linear_triton, linear_call(tokens, dtype, weight)
     for tokens in (2048,) if brief else (1, 2048):
         q = torch.empty(tokens, 32, 128, dtype=dtype)
         kv = torch.empty(4096, 8, 128, dtype=dtype)
