@@ -120,7 +120,8 @@ class _Raw:
     codes: torch.Tensor  # as our kernels want them (quant.py)
     zeros: torch.Tensor  # int16 [G, N]
     scales: torch.Tensor  # fp32 [G, N]
-    groups: torch.Tensor  # [K]: of each column
+    columns: int
+    groups: torch.Tensor | None  # [K]: of each column, where that is not k // group
 
 
 class PackedCheckpoint(Checkpoint):
@@ -180,7 +181,7 @@ class PackedCheckpoint(Checkpoint):
                 )
         if fits:
             words = pack_scales(scales, raw.zeros, scheme)
-            return QuantizedMatrix(scheme, len(raw.groups), raw.codes, words)
+            return QuantizedMatrix(scheme, raw.columns, raw.codes, words)
         self._say_once(
             f"{name}, and others like it, have a zero of 16 or a scale that {scheme} cannot hold; they "
             f"are quantised again and lose a little"
@@ -303,15 +304,15 @@ class PackedCheckpoint(Checkpoint):
             return self._kept[1]
         assert self.packing is not None
         packing, parts = self.packing, self._matrices[name.removesuffix(".weight")].parts
-        columns = self.tensors[name].shape[1]
         zeros = _nibbles(self._part(parts["qzeros"], torch.int32), packing.order)
-        groups = torch.arange(columns) // packing.scheme.group
-        if "g_idx" in parts:
+        tensor, groups = self.tensors[name], None
+        if tensor.quantised:  # in activation order
             groups = self._part(parts["g_idx"], torch.int32).long()
         raw = _Raw(
             _repacked(self._part(parts["qweight"], torch.int32), packing),
             zeros + packing.offset,
             self._part(parts["scales"], TORCH_DTYPES[parts["scales"].dtype]).float(),
+            tensor.shape[1],
             groups,
         )
         self._kept = name, raw
@@ -334,9 +335,12 @@ def _nibbles(words: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
 def _values(raw: _Raw, rows: range) -> torch.Tensor:
     """The rows as their method defines them: fp32 [R, K]."""
     place = slice(rows.start, rows.stop)
-    codes = unpack_codes(raw.codes[:, place], SCHEME)[:, : len(raw.groups)]
-    zeros, scales = (each[:, place].t()[:, raw.groups] for each in (raw.zeros, raw.scales))
-    return codes.float().sub_(zeros).mul_(scales)
+    values = unpack_codes(raw.codes[:, place], SCHEME)[:, : raw.columns].float()
+    zeros, scales = (each[:, place].float().t().contiguous() for each in (raw.zeros, raw.scales))
+    if raw.groups is not None:
+        return values.sub_(zeros[:, raw.groups]).mul_(scales[:, raw.groups])
+    grouped = values.view(*zeros.shape, -1)  # [R, G, group]
+    return grouped.sub_(zeros[:, :, None]).mul_(scales[:, :, None]).flatten(1)
 
 
 def _repacked(qweight: torch.Tensor, packing: Packing) -> torch.Tensor:
@@ -358,7 +362,8 @@ def _repacked(qweight: torch.Tensor, packing: Packing) -> torch.Tensor:
         if awq:  # the pairs are rows 0 and 1, 2 and 3, ... of one column
             out[block] = torch.stack(pairs, 2).view(torch.int16).flatten(1).t()
         else:  # they are columns of one row
-            first, second = (_merged(*two, 0xFFFF, 16) for two in (pairs[:2], pairs[2:]))
+            first = _merged(pairs[0], pairs[1], 0xFFFF, 16)
+            second = _merged(pairs[2], pairs[3], 0xFFFF, 16)
             in_order = torch.stack((first[0], second[0], first[1], second[1]), 1)  # [2, 4, N]
             out[block].view(torch.int32).copy_(in_order.flatten(0, 1).t())
     return out.view(torch.uint8)
