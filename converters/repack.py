@@ -534,10 +534,20 @@ def _say_narrowed(source: Source, recipe: Recipe, asked: _Asked, dtypes: Dtypes)
     flags = ["--dense fp32"] * (dense and not asked.dense)
     flags += ["--experts fp32"] * (experts and not asked.experts)
     if flags:
+        kept = [
+            f"--{flag} int{scheme.bits}"
+            for flag, kind, word in (
+                ("dense", "linear", dense and not asked.dense),
+                ("experts", "experts", experts and not asked.experts),
+            )
+            for scheme in map(scheme_of, asked.held[kind][:1])
+            if word and scheme is not None
+        ]
         log.warning(
-            "%s is quantised and packed as bf16; %s keeps every bit, in twice the space",
+            "%s is quantised and packed as bf16; %s keeps every bit, in twice the space%s",
             source.label,
             " ".join(flags),
+            f", {' '.join(kept)} the codes as they are" if kept else "",
         )
     if count := requantised(source, recipe, dtypes):
         log.warning(

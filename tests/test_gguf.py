@@ -113,7 +113,12 @@ def test_stored_kinds_are_dequantised_by_the_reference(tmp_path, kind, dtype, bo
 def test_quantised_weights_are_packed_as_bf16_unless_a_precision_is_named(tmp_path, caplog):
     source = written(tmp_path, model("mixtral"), kind="Q8_0")  # the norms are F32
     for asked, dtypes, said in [
-        ({}, ("bf16", "bf16"), "--dense fp32 --experts fp32 keeps every bit"),
+        (
+            {},
+            ("bf16", "bf16"),
+            "--dense fp32 --experts fp32 keeps every bit, in twice the space, --dense int8 "
+            "--experts int8 the codes as they are",
+        ),
         ({"experts": "fp32"}, ("bf16", "fp32"), "; --dense fp32 keeps every bit"),
         ({"experts": "fp32", "dense": "fp16"}, ("fp16", "fp32"), ""),
     ]:
