@@ -10,7 +10,8 @@ parts.
 
 The rows of q and k are stored for rotation of neighbouring pairs, row
 order (head, pair, half); Hugging Face rotates halves, (head, half, pair). An expert of a
-stack is read alone, so that memory holds one matrix.
+stack is read alone, so that memory holds one matrix. Quantised matrices are read as fp32, or with
+their codes where a scheme of ours holds them.
 
 Left out: other architectures, adapters. `gguf_file.py` reads the format itself.
 """
