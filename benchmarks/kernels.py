@@ -33,7 +33,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from spmoe_lite.config import ExpertLayout, Scheme, matrix_bytes, scheme_of  # noqa: E402
+from spmoe_lite.config import ExpertLayout, matrix_bytes, scheme_of  # noqa: E402
 from spmoe_lite.kernels import attention_triton as attention_module  # noqa: E402
 from spmoe_lite.kernels import expert_gemm_triton as expert_module  # noqa: E402
 from spmoe_lite.kernels import linear_triton as linear_module  # noqa: E402
@@ -44,7 +44,7 @@ from spmoe_lite.kernels.gate import gate_topk, gate_topk_reference  # noqa: E402
 from spmoe_lite.kernels.linear import linear  # noqa: E402
 from spmoe_lite.kernels.norm import rms_norm, rms_norm_reference  # noqa: E402
 from spmoe_lite.kernels.rope import rope, rope_reference  # noqa: E402
-from spmoe_lite.quant import QuantizedMatrix, quantize, view_matrix  # noqa: E402
+from spmoe_lite.quant import QuantizedMatrix, view_matrix  # noqa: E402
 
 HIDDEN, INNER, EXPERTS, CHOICES = 4096, 14336, 8, 2
 SHAPES = {  # hidden, inner, experts, choices, layers that are several times the L2
@@ -193,31 +193,22 @@ def check_experts(dtype: str) -> Checks:
     return checks
 
 
-def coded(scheme: Scheme, rows: int, columns: int, seed: int) -> QuantizedMatrix:
-    generator = torch.Generator().manual_seed(seed)
-    return quantize(torch.randn(rows, columns, generator=generator) * 0.05, scheme)
-
-
 def check_codes(name: str, dtype: str) -> Checks:
     """Quantised experts and dense products against fp64 products of the weights they stand for."""
     checks = Checks(f"{name} in {dtype}")
     scheme, torch_dtype = scheme_of(name), DTYPES[dtype]
     hidden, inner, count, choices = 1024, 1408, 5, 2
     shape = layout(name, hidden, inner)
-    slab = torch.zeros(count * shape.stride, dtype=torch.uint8)
+    slab = random_experts(shape, count)
+    sizes = ((inner, hidden), (inner, hidden), (hidden, inner))
     weights = []
-    for e in range(count):
-        matrices = [coded(scheme, *size, 10 * e + i) for i, size in enumerate(
-            ((inner, hidden), (inner, hidden), (hidden, inner))
-        )]  # fmt: skip
-        for offset, matrix in zip((0, shape.up_offset, shape.down_offset), matrices, strict=True):
-            at = e * shape.stride + offset
-            for part in matrix.tensors():
-                run = part.contiguous().view(-1).view(torch.uint8)
-                slab[at : at + len(run)] = run
-                at += len(run)
-        weights.append([m.dequantize(torch_dtype).cuda().double() for m in matrices])
-    slab = slab.cuda()
+    for one in slab.view(count, -1):
+        runs = zip((0, shape.up_offset, shape.down_offset), sizes, strict=True)
+        found = [
+            view_matrix(one[at : at + matrix_bytes(name, *size)], scheme, *size)
+            for at, size in runs
+        ]
+        weights.append([matrix.dequantize(torch_dtype).double() for matrix in found])
     copies = torch.full_like(slab, 171)
     x = random((700, hidden), torch_dtype, seed=1)
     experts = routing(700, 2, count - 1, choices)
@@ -249,8 +240,7 @@ def check_codes(name: str, dtype: str) -> Checks:
     checks.true("row bits for T = 1 .. 32, 33, 100, 257, 700", same_rows)
 
     for n, k in ((1000, 2176), (4096, 1024), (320, 128)):
-        w = coded(scheme, n, k, 3)
-        w = QuantizedMatrix(w.scheme, k, *(part.cuda() for part in w.tensors()))
+        w = coded_matrices(name, n, k, 1)[0]
         x, b = random((700, k), torch_dtype, seed=4), random(n, torch_dtype, seed=3)
         y = linear(x, w, b)
         want = x.double() @ w.dequantize(torch_dtype).double().T + b.double()
@@ -519,7 +509,7 @@ def random_experts(shape: ExpertLayout, count: int) -> torch.Tensor:
     for offset, (rows, columns) in zip(offsets, sizes, strict=True):
         codes, scales = scheme.parts(rows, columns)
         words = one[:, offset + codes : offset + codes + scales].view(torch.int16)
-        words.bitwise_and_(0x3FF).bitwise_or_(0x1800)  # scales of 0.002 to 0.004, any zero
+        words.bitwise_and_(-0x7C01).bitwise_or_(0x1800)  # 0.002 to 0.004, any sign or zero
     return slab
 
 
@@ -613,7 +603,7 @@ def coded_matrices(dtype: str, n: int, k: int, copies: int) -> list[QuantizedMat
     for _ in range(copies):
         run = torch.empty(sum(scheme.parts(n, k)), dtype=torch.uint8, device="cuda").random_()
         matrix = view_matrix(run, scheme, n, k)
-        matrix.scales.bitwise_and_(0x3FF).bitwise_or_(0x1800)
+        matrix.scales.bitwise_and_(-0x7C01).bitwise_or_(0x1800)
         found.append(matrix)
     return found
 
@@ -974,11 +964,11 @@ def main() -> int:
     if only != ["checks"]:
         ceiling = result["ceilings"] = ceilings()
         parts = {
+            "codes": lambda: time_codes(ceiling),
+            "linear": lambda: time_linear(ceiling),
+            "attention": lambda: time_attention(ceiling),
             "experts": lambda: time_experts(shared_experts("bf16", "mixtral"), ceiling),
             "host_reads": lambda: time_host_reads(shared_experts("bf16", "mixtral")),
-            "codes": lambda: time_codes(ceiling),
-            "attention": lambda: time_attention(ceiling),
-            "linear": lambda: time_linear(ceiling),
             "small": time_small,
             "sweep": lambda: sweep(options.match),
         }

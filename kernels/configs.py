@@ -91,6 +91,7 @@ _HOPPER: _Table = {  # 9.0
 }
 
 
+_SCALAR_CODES = (Tile(32, 128, 16, 4, 2), Tile(16, 128, 32, 4, 2))
 # Quantised weights; k is a step where it divides K, else 128. At a group of 128 a step is twice as
 # long and half as many are in flight.
 _HOPPER_CODES: _Table = {
@@ -101,16 +102,16 @@ _HOPPER_CODES: _Table = {
         Tile(128, 128, 128, 4, 3),
     ),
     "down": (
-        Tile(64, 128, 16, 4, 4),
-        Tile(64, 128, 32, 4, 4),
+        Tile(64, 256, 16, 4, 3),
+        Tile(64, 256, 32, 4, 3),
         Tile(128, 128, 64, 4, 3),
-        Tile(128, 128, 128, 8, 3),
+        Tile(128, 128, 128, 8, 4),
     ),
     "dense": (
         Tile(64, 128, 16, 4, 4),
         Tile(64, 128, 32, 4, 4),
         Tile(128, 128, 64, 4, 3),
-        Tile(128, 128, 128, 8, 3),
+        Tile(128, 128, 128, 8, 4),
     ),
 }
 _AMPERE_CODES: _Table = dict.fromkeys(
@@ -134,7 +135,7 @@ def tiles(
 ) -> tuple[Tile, ...]:
     """Every entry for this card, dtype (of x), product and weights, the narrowest first."""
     if dtype.itemsize == 4 or capability < (8, 0):
-        return _SCALAR[kind] if scheme is None else _SCALAR[kind][:1]  # the second would spill
+        return _SCALAR[kind] if scheme is None else _SCALAR_CODES
     if scheme is not None:
         entries = (_HOPPER_CODES if capability[0] == 9 else _AMPERE_CODES)[kind]
         if scheme.group < 128:

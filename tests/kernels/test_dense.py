@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+from spmoe_lite.config import scheme_of
 from spmoe_lite.kernels.linear import linear, linear_reference
 from spmoe_lite.kernels.linear_triton import linear_triton, segment_of
 from spmoe_lite.kernels.norm import rms_norm_reference
 from spmoe_lite.kernels.norm_triton import rms_norm_triton
 from spmoe_lite.kernels.rope import rope_reference
 from spmoe_lite.kernels.rope_triton import rope_triton
+from spmoe_lite.quant import QuantizedMatrix, quantize
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -43,6 +45,25 @@ def test_linear_reference(dtype, tokens):
         y = linear_reference(x, w, bias)
         assert y.is_contiguous() and y.dtype == dtype
         assert_near(y, x.double() @ w.double().T + (0 if bias is None else bias.double()))
+
+
+# a block short of a whole step, more than one segment, rows that are no whole tile
+CODES = [("int4-g32", 70, 96), ("int4-g32z", 130, 288), ("int4-g64z", 100, 704)]
+CODES += [("int4-g128z", 66, 640), ("int8-g32", 70, 160), ("int8-g64", 200, 576)]
+CODES += [("int8-g128", 66, 256)]
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("scheme, n, k", CODES)
+def test_linear_of_codes_matches_fp64_of_what_they_stand_for(scheme, n, k, dtype, tokens, device):
+    coded = quantize(torch.randn(n, k) * 0.1, scheme_of(scheme))
+    there = QuantizedMatrix(coded.scheme, k, *(part.to(device) for part in coded.tensors()))
+    x, b = torch.randn(tokens, k).to(device, dtype), torch.randn(n).to(device, dtype)
+    want = x.cpu().double() @ coded.dequantize(dtype).double().T
+    assert_near(linear_triton(x, there).cpu(), want)
+    assert_near(linear_triton(x, there, b).cpu(), want + b.cpu().double())
+    assert_near(linear_reference(x.cpu(), coded), want)
 
 
 def test_linear_segments_cover_k_exactly_once():

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from spmoe_lite.config import ExpertLayout
+from spmoe_lite.config import ExpertLayout, matrix_bytes, scheme_of
 from spmoe_lite.kernels import expert_gemm as door
 from spmoe_lite.kernels.expert_gemm_triton import (
     combine_triton,
     expert_down_triton,
     expert_up_triton,
 )
+from spmoe_lite.quant import quantize, view_matrix
 
 TOLERANCE = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}
 
@@ -112,6 +113,79 @@ def test_reference_matches_fp64_and_touches_no_other_row(dtype, shape):
     want_h, want_out = expected(case, served)
     assert_near(h, want_h, dtype)
     assert_near(out, want_out, dtype)
+
+
+class CodedExperts(Experts):
+    """The same of quantised experts; what they stand for is known as `matrices[expert]`."""
+
+    def __init__(self, scheme, dtype, tokens, k, count, hidden, inner, device):
+        super().__init__("fp32", tokens, k, count, hidden, inner, device)
+        up = -(-matrix_bytes(scheme, inner, hidden) // 64) * 64
+        size = 2 * up + matrix_bytes(scheme, hidden, inner)
+        stride = -(-size // 65536) * 65536
+        self.layout = ExpertLayout(scheme, hidden, inner, 0, up, 2 * up, stride)
+        self.dtype, self.size = door.DTYPES[dtype], size
+        self.x = self.x.to(self.dtype)
+        self.slab = torch.zeros(count * stride, dtype=torch.uint8)
+        self.copies = torch.full_like(self.slab, 7, device=device)
+        self.matrices = []
+        shapes = ((0, (inner, hidden)), (up, (inner, hidden)), (2 * up, (hidden, inner)))
+        for one in self.slab.view(count, stride):
+            found = []
+            for at, shape in shapes:
+                matrix = quantize(torch.randn(shape) * 0.2, scheme_of(scheme))
+                place = view_matrix(one[at:][: matrix.nbytes], scheme_of(scheme), *shape)
+                for part, where in zip(matrix.tensors(), place.tensors(), strict=True):
+                    where.copy_(part)
+                found.append(matrix.dequantize(self.dtype).double())
+            self.matrices.append(found)
+        self.slab = self.slab.to(device)
+
+
+# a block short of a whole step, a group more than K has blocks, rows that are no whole tile
+CODES = [("int4-g32", 96, 160), ("int4-g32z", 128, 96), ("int4-g64z", 192, 320)]
+CODES += [("int4-g128z", 384, 128), ("int8-g32", 96, 160), ("int8-g64", 192, 128)]
+CODES += [("int8-g128", 128, 384)]
+
+
+@pytest.mark.parametrize("kind", ["kernel", "reference"])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("scheme, hidden, inner", CODES)
+def test_codes_match_fp64_of_what_they_stand_for(
+    scheme, hidden, inner, dtype, tokens, kind, device
+):
+    """Rows of the group served; the rest stays poisoned; the bytes arrive at the second address."""
+    case = CodedExperts(scheme, dtype, tokens, 2, 4, hidden, inner, device)
+    up, down = expert_up_triton, expert_down_triton
+    if kind == "reference":
+        up, down = door.expert_up, door.expert_down
+        case.slab, case.copies = case.slab.cpu(), case.copies.cpu()
+        case.x, case.ids = case.x.cpu(), case.ids.cpu()
+    served = range(1, 4)
+    h, out = case.run(up, down, case.use(served, copied=[1, 3]))
+    stride, hit = case.layout.stride, set(case.ids.flatten().tolist())
+    want_h, want_out = (torch.full_like(t.cpu().double(), float("nan")) for t in (h, out))
+    for (t, j), e in np.ndenumerate(case.ids.cpu().numpy()):
+        if e in served:
+            gate, up_matrix, down_matrix = case.matrices[e]
+            x = case.x[t].double().cpu()
+            g = gate @ x
+            want_h[t, j] = g / (1 + torch.exp(-g)) * (up_matrix @ x)
+            want_out[t, j] = down_matrix @ h[t, j].double().cpu()
+    assert_near(h, want_h, dtype)
+    assert_near(out, want_out, dtype)
+    for e in range(4):
+        want = case.slab[e * stride :][: case.size]
+        if e not in (1, 3) or e not in hit:
+            want = torch.full_like(want, 7)
+        got = case.copies[e * stride : (e + 1) * stride]
+        # Between the matrices lies nothing that a kernel reads.
+        ends = [case.layout.up_offset, 2 * case.layout.up_offset, case.size]
+        sizes = [matrix_bytes(scheme, inner, hidden)] * 2 + [matrix_bytes(scheme, hidden, inner)]
+        for size, at in zip(sizes, [0, *ends[:2]], strict=True):
+            assert torch.equal(got[at : at + size], want[at : at + size]), (e, at)
+        assert (got[case.size :] == 7).all()
 
 
 @pytest.mark.parametrize("tokens", [3, 40])
