@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from .configs import attention_tile, capability_of, overlap_options
-from .tile_triton import overlap
+from .tile_triton import start_next, wait_for_previous
 
 LONGEST = tl.constexpr(1024)  # keys of a split, from 8192 on
 LOG2_E = 1.4426950408889634
@@ -171,7 +171,7 @@ def _attention_kernel(
     BLOCK_KEYS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    overlap(PDL)
+    wait_for_previous(PDL)
     head = tl.program_id(1)
     # The last rows see most keys, and the last splits are the longest: begin with them.
     row_tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -220,6 +220,7 @@ def _attention_kernel(
             new = tl.broadcast_to(new[:, None], (BLOCK_ROWS, BLOCK_D))
             acc = tl.fma(split_acc, new, acc * old[:, None])
         acc = acc / l[:, None]
+    start_next(PDL)
     out_at = out_ptr + q_head[:, None] * D + d[None, :]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=there)
 
@@ -236,7 +237,7 @@ def _merge_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    overlap(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     d, s = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_SPLITS)
     m_ptr = stats_ptr + row * num_splits
@@ -260,6 +261,7 @@ def _merge_kernel(
             new = tl.exp2(split_m - m)
             l = tl.fma(split_l, new, l)  # noqa: E741
             acc = tl.fma(part, tl.broadcast_to(new, (BLOCK_D,)), acc)
+    start_next(PDL)
     tl.store(out_ptr + row * D + d, (acc / l).to(out_ptr.dtype.element_ty), mask=d < D)
 
 

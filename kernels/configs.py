@@ -108,8 +108,8 @@ _HOPPER_CODES: _Table = {
         Tile(128, 128, 128, 8, 4),
     ),
     "dense": (
-        Tile(64, 128, 16, 4, 4),
-        Tile(64, 128, 32, 4, 4),
+        Tile(64, 256, 16, 4, 3),
+        Tile(64, 256, 32, 4, 3),
         Tile(128, 128, 64, 4, 3),
         Tile(128, 128, 128, 8, 4),
     ),
@@ -169,7 +169,7 @@ def attention_tile(capability: tuple[int, int], dtype: torch.dtype) -> Attention
 
 
 def overlap_options(capability: tuple[int, int]) -> dict[str, bool]:
-    """Arguments of a launch that may begin while the kernel before it ends (`overlap` waits for it).
+    """Arguments of a launch that may begin while the kernel before it ends (`wait_for_previous` waits).
 
     Programmatic dependent launch, from 9.0 on: it hides what a launch costs, about 1 us of 4.
     """

@@ -29,7 +29,14 @@ from spmoe_lite.config import scheme_of
 
 from .configs import SOME, Kind, capability_of, overlap_options, tile
 from .expert_gemm import DTYPES
-from .tile_triton import TRITON_DTYPES, dot_tile, dot_tile_quantized, overlap, scheme_constants
+from .tile_triton import (
+    TRITON_DTYPES,
+    dot_tile,
+    dot_tile_quantized,
+    scheme_constants,
+    start_next,
+    wait_for_previous,
+)
 
 if TYPE_CHECKING:
     from spmoe_lite.config import ExpertLayout
@@ -92,7 +99,7 @@ def _expert_gemm_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,  # CHOICES, rounded up to a power of 2
 ):
-    overlap(PDL)
+    wait_for_previous(PDL)
     row_tile, weight_tile, line = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     expert = tl.load(use_ptr + line * 3)
     address = tl.load(use_ptr + line * 3 + 1)
@@ -156,6 +163,7 @@ def _expert_gemm_kernel(
                 codes_ptr, scales_ptr, x_ptr, codes_ptr, scales_ptr, code_rows, scale_rows,
                 tokens, mine, 0, K, N, K, BITS, GROUP, ZEROS, WEIGHT, FAST, False, BLOCK_N, BLOCK_K, BLOCK_T,
             )  # fmt: skip
+    start_next(PDL)
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(y, (2, OUT_N, BLOCK_T)), (1, 2, 0)))
         y = gate / (1.0 + tl.exp(-gate)) * up
@@ -174,7 +182,7 @@ def _combine_kernel(
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    overlap(PDL)
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     partial_at = partial_ptr + token * CHOICES * H + h
@@ -182,6 +190,7 @@ def _combine_kernel(
     for j in tl.static_range(CHOICES):
         part = tl.load(partial_at + j * H, mask=h < H, other=0.0).to(tl.float32)
         total += part * tl.load(weights_ptr + token * CHOICES + j)
+    start_next(PDL)
     tl.store(out_ptr + token * H + h, total.to(out_ptr.dtype.element_ty), mask=h < H)
 
 

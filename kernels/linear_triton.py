@@ -24,7 +24,7 @@ from .linear import Weight
 from .tile_triton import TRITON_DTYPES, dot_tile, dot_tile_quantized, prefetch, scheme_constants
 
 SEGMENT_STEP = 256  # a multiple of every K step in `configs.py`, and of two groups
-WANTED_PROGRAMS = 256  # about two per multiprocessor of a large card
+WANTED_PROGRAMS = 256  # about two per multiprocessor of a large card; codes want twice as many
 MAX_SEGMENTS = 8
 
 
@@ -83,7 +83,6 @@ def _linear_kernel(
 
     begin = segment * SEGMENT
     if PDL:  # the weights are nobody's result: their first columns come while the others finish
-        tl.extra.cuda.gdc_launch_dependents()
         if BITS == 0:
             line = tl.arange(0, 4) * (128 // w_ptr.dtype.element_ty.primitive_bitwidth * 8)
             at = rows.to(tl.int64)[:, None] * K + tl.minimum(begin + line, K - 1)[None, :]
@@ -97,6 +96,8 @@ def _linear_kernel(
         w_ptr, scales_ptr, x_ptr, rows, token, mine, begin, tl.minimum(begin + SEGMENT, K),
         N, K, BITS, GROUP, ZEROS, DTYPE, FAST, BLOCK_N, BLOCK_K, BLOCK_T,
     )  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     if SPREAD:
         part_at = parts_ptr + token[None, :] * N + n[:, None]
         inside = mine[None, :] & (n < N)[:, None]
@@ -124,9 +125,10 @@ def _linear_kernel(
     tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=mine[None, :] & (n < N)[:, None])
 
 
-def segment_of(n: int, k: int, block_n: int) -> tuple[int, int]:
+def segment_of(n: int, k: int, block_n: int, coded: bool = False) -> tuple[int, int]:
     """Length and number of the K segments of an [n, k] matrix; never depends on the rows of x."""
-    wanted = max(1, min(MAX_SEGMENTS, WANTED_PROGRAMS // triton.cdiv(n, block_n)))
+    programs = WANTED_PROGRAMS * (1 + coded)
+    wanted = max(1, min(MAX_SEGMENTS, programs // triton.cdiv(n, block_n)))
     length = triton.cdiv(triton.cdiv(k, wanted), SEGMENT_STEP) * SEGMENT_STEP
     return length, triton.cdiv(k, length)
 
@@ -150,7 +152,8 @@ def linear_triton(
         scheme, owner, matrix, scales = None, weight, weight, weight
     capability = capability_of(x)
     config = tile(capability, x.dtype, "dense", tokens, scheme)
-    segment, segments = segment_of(n, k, tile(capability, x.dtype, "dense", FEW, scheme).n)
+    few = tile(capability, x.dtype, "dense", FEW, scheme).n
+    segment, segments = segment_of(n, k, few, scheme is not None)
     spread = tokens <= SOME and segments > 1
     parts = counters = out
     if spread:

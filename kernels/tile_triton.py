@@ -44,14 +44,23 @@ def scheme_constants(dtype: torch.dtype, scheme: Scheme | None) -> dict[str, Any
 
 
 @triton.jit
-def overlap(PDL: tl.constexpr):
-    """First thing in a kernel: let the next one start, and wait for the end of the one before.
+def wait_for_previous(PDL: tl.constexpr):
+    """First thing in a kernel that may start early: wait for the end of the one before.
 
     Nothing that another kernel writes is read before this, and nothing is written.
     """
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def start_next(PDL: tl.constexpr):
+    """Let the next kernel start: when the loop is over, since programs that wait take up room.
+
+    Started at the beginning they crowd where room is left, and stay there: twice the time.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
