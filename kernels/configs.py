@@ -108,10 +108,10 @@ _HOPPER_CODES: _Table = {
         Tile(128, 128, 128, 8, 4),
     ),
     "dense": (
-        Tile(64, 256, 16, 4, 3),
-        Tile(64, 256, 32, 4, 3),
+        Tile(64, 128, 16, 4, 4),
+        Tile(64, 128, 32, 4, 4),
         Tile(128, 128, 64, 4, 3),
-        Tile(128, 128, 128, 8, 4),
+        Tile(128, 128, 128, 8, 3),
     ),
 }
 _AMPERE_CODES: _Table = dict.fromkeys(

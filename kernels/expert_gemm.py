@@ -171,7 +171,9 @@ def _matrix(address: int, dtype: str, rows: int, columns: int) -> Weight:
 
 def _copy(source: Weight, target: Weight) -> None:
     if isinstance(source, torch.Tensor):
+        assert isinstance(target, torch.Tensor)
         target.copy_(source)
     else:
+        assert not isinstance(target, torch.Tensor)
         for part, place in zip(source.tensors(), target.tensors(), strict=True):
             place.copy_(part)

@@ -159,16 +159,11 @@ def _part(
     if not FAST:
         code = (words.to(tl.int32) >> (BITS * i)) & ((1 << BITS) - 1)
         return ((code - minus[:, None]).to(tl.float32) * wide.to(tl.float32)).to(DTYPE)
-    if DTYPE == tl.bfloat16:
-        if BITS == 4:
-            asm: tl.constexpr = _BF16_4[i]
-        else:
-            asm: tl.constexpr = _BF16_8[i]
+    BF16: tl.constexpr = DTYPE == tl.bfloat16
+    if BITS == 4:
+        asm: tl.constexpr = _BF16_4[i] if BF16 else _FP16_4[i]
     else:
-        if BITS == 4:
-            asm: tl.constexpr = _FP16_4[i]
-        else:
-            asm: tl.constexpr = _FP16_8[i]
+        asm: tl.constexpr = _BF16_8[i] if BF16 else _FP16_8[i]  # type: ignore[no-redef]
     minus = tl.broadcast_to(minus[:, None], words.shape)
     return tl.inline_asm_elementwise(
         asm, "=r,r,r,r", [words, minus, wide], dtype=scale.dtype, is_pure=True, pack=2

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from spmoe_lite.config import ExpertLayout, ModelConfig, Rope
 from spmoe_lite.kernels.attention import attention
 from spmoe_lite.kernels.expert_gemm import combine, expert_down, expert_up
-from spmoe_lite.kernels.gate import gate_topk
+from spmoe_lite.kernels.gate import norm_gate_topk
 from spmoe_lite.kernels.linear import Weight, linear
 from spmoe_lite.kernels.norm import rms_norm
 from spmoe_lite.kernels.rope import rope
@@ -109,8 +109,10 @@ class Transformer:
             x = x + self._attend(layer, block, x, kv)
             if on_attention is not None:
                 on_attention(layer, x)
-            m = rms_norm(x, block.post_norm, self.config.rms_norm_eps)
-            x = x + (self._experts(layer, block, m) if block.router is not None else _mlp(block, m))
+            if block.router is not None:
+                x = x + self._experts(layer, block, x)
+            else:
+                x = x + _mlp(block, rms_norm(x, block.post_norm, self.config.rms_norm_eps))
         kv.length += len(tokens)
         last = rms_norm(x[len(tokens) - logits_rows :], self.norm, self.config.rms_norm_eps)
         return linear(last, self.head)
@@ -133,9 +135,11 @@ class Transformer:
         out = attention(q, kv.keys[layer], kv.values[layer], start, c.sliding_window)
         return linear(out.reshape(rows, -1), block.o, block.o_bias)
 
-    def _experts(self, layer: int, block: Block, m: torch.Tensor) -> torch.Tensor:
+    def _experts(self, layer: int, block: Block, x: torch.Tensor) -> torch.Tensor:
         c, layout = self.config, self.layout
-        weights, experts = gate_topk(m, block.router, c.num_experts_per_tok)
+        m, weights, experts = norm_gate_topk(
+            x, block.post_norm, c.rms_norm_eps, block.router, c.num_experts_per_tok
+        )
         hidden = m.new_empty((*experts.shape, layout.intermediate_size))
         partial = m.new_empty((*experts.shape, c.hidden_size))
         for use in self.source.serve(layer, experts):

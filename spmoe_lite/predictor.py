@@ -17,8 +17,7 @@ import torch
 
 from spmoe_lite.config import ModelConfig
 from spmoe_lite.device import host_buffer
-from spmoe_lite.kernels.gate import gate_topk
-from spmoe_lite.kernels.norm import rms_norm
+from spmoe_lite.kernels.gate import norm_gate_topk
 from spmoe_lite.model import Transformer
 
 
@@ -54,8 +53,8 @@ class ExpertPredictor:
     def predict(self, layer: int, row: int, state: torch.Tensor) -> Prediction:
         """state [1, H]: the draft's residual stream after attention. Never waits."""
         block = self._target.blocks[layer]
-        x = rms_norm(state, block.post_norm, self._target.config.rms_norm_eps)
-        experts = gate_topk(x, block.router, self._k)[1]
+        eps = self._target.config.rms_norm_eps
+        experts = norm_gate_topk(state, block.post_norm, eps, block.router, self._k)[2]
         if not experts.is_cuda:
             return Prediction(layer, row, experts, None)
         host = host_buffer(tuple(experts.shape), experts.dtype)
