@@ -1,5 +1,7 @@
 """Tile sizes of the kernels, by compute capability. A table: nothing is tuned while a user waits.
 
+What `spmoe-lite tune` found on a card stands in `TUNED` in place of the shipped entries.
+
 `n` weight rows by `t` token columns are one program's tile, `k` is the step of its K loop,
 `stages` how many steps are in flight. Sizes are bounded by shared memory per block (8.6, 8.9,
 12.0: 99 KB; 8.0: 163 KB; 9.0: 227 KB; 7.5: 64 KB) and by registers; a test compiles the entries
@@ -130,10 +132,23 @@ _AMPERE_CODES["dense"] = (
 )
 
 
+# Filled when an engine is loaded (`spmoe_lite/tune.py`), by what `shipped` is asked for.
+Key = tuple[tuple[int, int], torch.dtype, Kind, "Scheme | None"]
+TUNED: dict[Key, tuple[Tile, ...]] = {}
+
+
 def tiles(
     capability: tuple[int, int], dtype: torch.dtype, kind: Kind, scheme: Scheme | None = None
 ) -> tuple[Tile, ...]:
     """Every entry for this card, dtype (of x), product and weights, the narrowest first."""
+    tuned = TUNED.get((capability, dtype, kind, scheme)) if TUNED else None
+    return tuned or shipped(capability, dtype, kind, scheme)
+
+
+def shipped(
+    capability: tuple[int, int], dtype: torch.dtype, kind: Kind, scheme: Scheme | None = None
+) -> tuple[Tile, ...]:
+    """The entries of the tables in this file."""
     if dtype.itemsize == 4 or capability < (8, 0):
         return _SCALAR[kind] if scheme is None else _SCALAR_CODES
     if scheme is not None:

@@ -666,6 +666,42 @@ def profile(
     note(f"kept in {engine.profile_path}")
 
 
+@cli.command()
+@click.argument("pack", required=False)
+@click.option(
+    "--device", default="auto", metavar="DEVICE", help="Which GPU to tune for: cuda, cuda:N."
+)
+@json_option
+@debug_option
+def tune(pack: str | None, device: str, as_json: bool) -> None:
+    """Find faster kernel tiles for this GPU.
+
+    Tiles near the shipped ones are timed at the shapes of PACK, or of the pack used last; it takes
+    minutes. Those that are at least 3 % faster and change no bit of a result are kept, and every later
+    start uses them. Nothing is tuned at any other time.
+    """
+    from dataclasses import asdict
+
+    from spmoe_lite.tune import tune as library_tune
+
+    _show_log()
+    target, _ = _choose(pack, None, None, offer=False)
+    with terminal.interruptible() as cancel, terminal.ProgressDisplay() as progress:
+        tried, path = library_tune(target, device=device, cancel=cancel, on_progress=progress)
+    if as_json:
+        _echo_json({"file": str(path), "tried": [asdict(one) for one in tried]})
+    else:
+        rows = [["PRODUCT", "ROWS", "N", "K", "WARPS", "STAGES", "US", "RESULT"]]
+        for one in tried:
+            t, product = one.tile, f"{one.product.kind} {one.product.weights}"
+            sizes = [str(v) for v in (t.t, t.n, t.k, t.warps, t.stages)]
+            rows.append([product, *sizes, "-" if one.ms is None else f"{one.ms * 1e3:.1f}"])
+            rows[-1].append(terminal.printable(one.verdict))
+        click.echo(terminal.table(rows, right=[1, 2, 3, 4, 5, 6]))
+    kept = sum(one.verdict == "kept" for one in tried)
+    note(f"{kept} of {sum(one.verdict != 'shipped' for one in tried)} tiles kept in {path}")
+
+
 # What the commands share
 
 

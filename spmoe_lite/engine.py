@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmoe_lite import library
+from spmoe_lite import library, tune
 from spmoe_lite.chat_template import ChatTemplate
 from spmoe_lite.config import SamplingParams, matrix_bytes, scheme_of
 from spmoe_lite.cutoff import Drift, Profile, load_profile
@@ -149,6 +149,7 @@ class Engine:
             from spmoe_lite.kernels.cache_triton import settle_kernel_cache
 
             settle_kernel_cache()
+            tune.load(place, home)
         target_pack = Pack.open(library.find(target, home))
         engine = None
         try:
