@@ -395,7 +395,7 @@ def _experts(
         ):
             _fill(one[offset : offset + matrix_bytes(layout.dtype, *shape)], layout.dtype, shape)
     lines = [[i % choices, slab[i].data_ptr(), 0] for i in range(count)]
-    uses = torch.tensor(lines, device=device).split(choices)
+    uses = [torch.tensor(lines[i : i + choices], device=device) for i in range(0, count, choices)]
     experts = torch.arange(choices, dtype=torch.int32, device=device).repeat(MOST_ROWS, 1)
     between = () if kind == "up" else (choices,)
     wide = hidden if kind == "up" else inner
@@ -415,7 +415,9 @@ def _linears(
 ) -> list[Callable[[int], torch.Tensor]]:
     x = torch.randn((MOST_ROWS, shape[1]), device=device).to(dtype)
     size = matrix_bytes(stored, *shape)
-    runs = torch.empty(_copies(size, device), size, dtype=torch.uint8, device=device)
+    runs = [
+        torch.empty(size, dtype=torch.uint8, device=device) for _ in range(_copies(size, device))
+    ]
 
     def call(rows: int, weight: Any) -> torch.Tensor:
         return linear(x[:rows], weight)

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spmoe_lite import cli, tune
+from spmoe_lite import cli, engine, tune
 from spmoe_lite.config import scheme_of
-from spmoe_lite.errors import Cancelled, UnsupportedError
+from spmoe_lite.errors import Cancelled, NotFoundError, UnsupportedError
 from spmoe_lite.kernels import configs
 from spmoe_lite.pack import Pack
 from spmoe_lite.tune import Bench, Card, Product, candidates, tune_all, tune_product
@@ -290,6 +290,39 @@ def test_the_command_shows_what_was_tried_and_kept(tmp_path, capsys, monkeypatch
     assert cli.run_command(["tune", "p", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["file"] == str(H200.path(None)) and len(found["tried"]) == len(lines)
+
+
+def test_an_engine_on_a_gpu_reads_the_file_before_its_kernels_run(tmp_path, monkeypatch):
+    pytest.importorskip("triton", reason="Triton is declared for Linux only")
+
+    class Read(Exception):
+        pass
+
+    def load(place, home):
+        raise Read(place.type, home)
+
+    monkeypatch.setattr(tune, "load", load)
+    monkeypatch.setattr(engine, "choose_device", torch.device)
+    with pytest.raises(Read, match="cuda"):
+        engine.Engine.load("none", device="cuda", home=tmp_path)
+    with pytest.raises(NotFoundError):
+        engine.Engine.load("none", device="cpu", home=tmp_path)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_what_runs_is_timed_and_schedules_keep_the_bits(tmp_path, monkeypatch):
+    monkeypatch.setattr(tune, "MOVES", ((0, 0, 0, 1), (0, 0, 1, 0), (1, 0, 0, 0), (0, 1, 0, 0)))
+    weights = Weights(WIDE, "bf16", "int4-g64z", linear_dtype="bf16")
+    if torch.cuda.get_device_capability() < (8, 0):
+        weights = Weights(WIDE, "fp16", "int4-g64z", linear_dtype="fp16")
+    weights.write(tmp_path / "p.spmoe")
+    tried, path = tune.tune("p", home=tmp_path)
+    assert {t.product.kind for t in tried} == {"up", "down", "dense"}
+    assert all(t.ms > 0 for t in tried if t.verdict in ("shipped", "slower", "kept"))
+    assert not [t for t in tried if t.verdict == "other bits"]
+    kept = [t.tile for t in tried if t.verdict == "kept"]
+    read = tune.read(path, Card.of(torch.device("cuda")))
+    assert sorted(map(str, sum(read.values(), []))) == sorted(map(str, kept))
 
 
 def test_without_a_gpu_it_is_one_line(tmp_path, capsys, monkeypatch):
