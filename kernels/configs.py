@@ -153,10 +153,14 @@ def shipped(
         return _SCALAR[kind] if scheme is None else _SCALAR_CODES
     if scheme is not None:
         entries = (_HOPPER_CODES if capability[0] == 9 else _AMPERE_CODES)[kind]
-        if scheme.group < 128:
+        if scheme.bits == 4 and scheme.group < 128:
             return entries
         return tuple(
-            replace(e, stages=max(2, e.stages // 2), warps=8 if e.t == 128 else e.warps)
+            replace(
+                e,
+                stages=max(2, e.stages // 2) if scheme.group == 128 else e.stages,
+                warps=8 if e.t == 128 else e.warps,  # four would spill
+            )
             for e in entries
         )
     return (_HOPPER if capability[0] == 9 else _AMPERE)[kind]
