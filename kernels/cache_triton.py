@@ -16,9 +16,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import triton
 from triton import knobs
 
 from spmoe_lite.errors import UsageError
+
+TRITON_VERSION: str = triton.__version__
 
 log = logging.getLogger("spmoe_lite")
 

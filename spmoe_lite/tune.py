@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import json
 import logging
 import re
@@ -90,13 +89,15 @@ class Card:
 
     @classmethod
     def of(cls, device: torch.device) -> Card:
+        from spmoe_lite.kernels.cache_triton import TRITON_VERSION
+
         digest = hashlib.sha256()
         for path in sorted(Path(configs.__file__).parent.glob("*.py")):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return cls(
             torch.cuda.get_device_capability(device),
             torch.cuda.get_device_name(device),
-            importlib.import_module("triton").__version__,
+            TRITON_VERSION,
             digest.hexdigest(),
         )
 

@@ -3,8 +3,10 @@
 import contextlib
 import json
 import logging
+import shutil
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -307,6 +309,24 @@ def test_an_engine_on_a_gpu_reads_the_file_before_its_kernels_run(tmp_path, monk
         engine.Engine.load("none", device="cuda", home=tmp_path)
     with pytest.raises(NotFoundError):
         engine.Engine.load("none", device="cpu", home=tmp_path)
+
+
+def test_a_card_is_known_by_its_name_triton_and_every_kernel_source(tmp_path, monkeypatch):
+    triton = pytest.importorskip("triton", reason="Triton is declared for Linux only")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A/B: 100 %")
+    card = Card.of(torch.device("cuda"))
+    assert (card.capability, card.card, card.triton) == ((9, 0), "A/B: 100 %", triton.__version__)
+    assert card.path(tmp_path).parent == tmp_path / "tuned" and " " not in card.path(tmp_path).name
+    folder = tmp_path / "kernels"
+    shutil.copytree(Path(configs.__file__).parent, folder)
+    monkeypatch.setattr(configs, "__file__", str(folder / "configs.py"))
+    assert Card.of(torch.device("cuda")) == card
+    for name in ("tile_triton.py", "configs.py"):
+        (folder / name).write_text((folder / name).read_text(encoding="utf-8") + "\n", "utf-8")
+        changed = Card.of(torch.device("cuda"))
+        assert changed.sources != card.sources
+        card = changed
 
 
 @pytest.mark.gpu
