@@ -267,7 +267,7 @@ def test_scales_are_rounded_to_eight_bits_and_only_where_a_zero_needs_the_room(
         theirs = given[name].scales.float()
         scales, _ = unpack_scales(ours.scales, ours.scheme)
         off = ((scales[: len(theirs)] - theirs).abs() / theirs).max().item()
-        assert off <= 2**-9
+        assert off <= 2**-8  # half of the last of 8 bits, of a scale just above a power of 2
         changed += off > 2**-10
     assert bool(changed) == ("sym" not in method)
 
