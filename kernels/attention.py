@@ -1,14 +1,10 @@
 """Attention of T new tokens against the KV cache, which already holds their own rows.
 
-    S = scale * q K^T;  P = softmax(S over the visible keys);  out = P V
+    S = q K^T / sqrt(D);  P = softmax(S over the visible keys);  out = P V
 
 Row i is position p = start + i and sees the keys j with j <= p and, with a window w, j > p - w
 (Mistral's sliding window). Query head h reads KV head h // (Hq / Hkv). Decode, verify and prefill
 are one function: they differ only in T and start.
-
-Keys and values may differ in size (DeepSeek: 192 and 128), and both caches may be int8 with one fp16
-scale per token and KV head, as `quantize_kv` makes them: code = round(x / scale), scale = max |x| /
-127. On Gaussian rows of 128 that is an error of 0.9 % in the result, by norm.
 
 The reference is torch's fused attention. The kernel, its fixed split of the context and why a row
 has the same bits for any T are described in `attention_triton.py`.
@@ -24,21 +20,16 @@ def attention(
     v_cache: torch.Tensor,
     start: int,
     window: int | None = None,
-    scale: float | None = None,
-    kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """q [T, Hq, D]; k_cache [C, Hkv, D], v_cache [C, Hkv, DV], rows up to start + T valid; all of
-    one float dtype -> [T, Hq, DV] in it.
+    """q [T, Hq, D]; k_cache, v_cache [C, Hkv, D], rows up to start + T valid -> [T, Hq, D].
 
-    scale > 0 is D ** -0.5 if not given. With kv_scales, the scales of keys and of values, each
-    [C, Hkv] fp16, both caches are int8. Rows of caches and scales from start + T on are not read.
-    CPU tensors take the torch reference.
+    Rows of the caches from start + T on are not read. CPU tensors take the torch reference.
     """
     if q.is_cuda:
         from .attention_triton import attention_triton
 
-        return attention_triton(q, k_cache, v_cache, start, window, scale, kv_scales)
-    return attention_reference(q, k_cache, v_cache, start, window, scale, kv_scales)
+        return attention_triton(q, k_cache, v_cache, start, window)
+    return attention_reference(q, k_cache, v_cache, start, window)
 
 
 def attention_reference(
@@ -47,64 +38,27 @@ def attention_reference(
     v_cache: torch.Tensor,
     start: int,
     window: int | None = None,
-    scale: float | None = None,
-    kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The same by torch; int8 caches in fp32."""
+    """The same by torch."""
     tokens, num_heads, head_dim = q.shape
     end = start + tokens
     first = 0 if window is None else max(0, start - window + 1)  # no row sees a key before this one
-    k, v, dtype = k_cache[first:end], v_cache[first:end], q.dtype
-    if kv_scales is not None:
-        q = q.to(torch.promote_types(dtype, torch.float32))
-        k, v = (
-            codes.to(q.dtype) * each[first:end, :, None]
-            for codes, each in zip((k, v), kv_scales, strict=True)
-        )
-    k = k.transpose(0, 1)[None]  # [1, Hkv, keys, D]
-    v = v.transpose(0, 1)[None]
+    k = k_cache[first:end].transpose(0, 1)[None]  # [1, Hkv, keys, D]
+    v = v_cache[first:end].transpose(0, 1)[None]
 
     if (
         tokens == 1
     ):  # the heads of a group become rows: no mask, and the keys are read once per group
-        q = q.view(1, k.shape[1], -1, head_dim)
-        out = F.scaled_dot_product_attention(q, k, v, scale=scale)
-        return out.reshape(1, num_heads, v.shape[-1]).to(dtype)
+        out = F.scaled_dot_product_attention(q.view(1, k.shape[1], -1, head_dim), k, v)
+        return out.reshape(1, num_heads, head_dim)
 
     q = q.transpose(0, 1)[None]
     if start == 0 and (window is None or end <= window):
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scale)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     else:
         visible = _visible(first, start, end, window, q.device)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, enable_gqa=True, scale=scale
-        )
-    return out[0].transpose(0, 1).contiguous().to(dtype)
-
-
-def quantize_kv(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """New keys or values [T, Hkv, D] float -> codes int8 [T, Hkv, D], scales fp16 [T, Hkv].
-
-    code = round(x / scale), half to even, within 127 either way, by the scale as stored. A row too
-    small for a scale gives zeros. One that is not finite, or too large for a scale, gives the scale
-    NaN: attention shows it. CPU tensors take the torch reference.
-    """
-    if rows.is_cuda:
-        from .attention_triton import quantize_kv_triton
-
-        return quantize_kv_triton(rows)
-    return quantize_kv_reference(rows)
-
-
-def quantize_kv_reference(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by torch."""
-    x = rows.float()
-    scales = (x.abs().amax(-1) / 127).half()
-    finite = scales.isfinite()
-    usable = (finite & (scales > 0))[..., None]
-    codes = (x / torch.where(usable, scales[..., None].float(), 1.0)).round().clamp(-127, 127)
-    codes = torch.where(usable, codes, 0.0).to(torch.int8)
-    return codes, torch.where(finite, scales, float("nan"))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+    return out[0].transpose(0, 1).contiguous()
 
 
 def _visible(

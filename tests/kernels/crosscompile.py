@@ -41,7 +41,6 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
-    torch.int8: "*i8",
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -95,7 +94,7 @@ def describe(kernel, bound: dict, options: dict, capability: tuple[int, int]) ->
     signature, constants, aligned = {}, {}, {}
     for index, param in enumerate(kernel.params):
         value = bound[param.name]
-        if param.is_constexpr or value is None:
+        if param.is_constexpr:
             signature[param.name], constants[param.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[param.name] = POINTERS[value.dtype]
@@ -152,13 +151,6 @@ def gate_call(experts: int, hidden: int, choices: int, dtype: torch.dtype):
     return lambda: gate_triton.norm_gate_topk_triton(x, x[0], 1e-5, router, choices)
 
 
-def attention_call(tokens: int, head_dim: int, coded: bool, dtype: torch.dtype):
-    q = torch.empty(tokens, 32, head_dim, dtype=dtype)
-    k, v = (torch.empty(4096, 8, d, dtype=torch.int8 if coded else dtype) for d in (head_dim, 128))
-    scales = (torch.empty(4096, 8, dtype=torch.float16),) * 2 if coded else None
-    return lambda: attention_triton.attention_triton(q, k, v, 1024, kv_scales=scales)
-
-
 def jobs(capability: tuple[int, int]):
     """(module, call) of most tiles on 8.6 and 9.0, of those that need most elsewhere."""
     name, dtype = ("fp16", torch.float16) if capability < (8, 0) else ("bf16", torch.bfloat16)
@@ -172,10 +164,12 @@ def jobs(capability: tuple[int, int]):
         for weight in (name, *SCHEMES[:1]):
             yield linear_triton, linear_call(tokens, dtype, weight)
     for tokens in (2048,) if brief else (1, 2048):
-        for head_dim, coded in ((128, False), (192, False), (128, True), (192, True)):
-            yield attention_triton, attention_call(tokens, head_dim, coded, dtype)
-    rows = torch.empty(5, 8, 128, dtype=dtype)
-    yield attention_triton, lambda: attention_triton.quantize_kv_triton(rows)
+        q = torch.empty(tokens, 32, 128, dtype=dtype)
+        kv = torch.empty(4096, 8, 128, dtype=dtype)
+        yield (
+            attention_triton,
+            lambda q=q, kv=kv: attention_triton.attention_triton(q, kv, kv, 1024),
+        )
 
 
 def main() -> None:
