@@ -79,13 +79,18 @@ def expert_down(
         expert_down_reference(h, experts, use, layout, out)
 
 
-def combine(partial: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """partial [T, k, H], weights [T, k] fp32 -> [T, H] in partial's dtype, in the router's order."""
+def combine(
+    partial: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """partial [T, k, H], weights [T, k] fp32 -> [T, H] in partial's dtype, in the router's order.
+
+    A residual [T, H] is added to the rounded sum and the result rounded again.
+    """
     if partial.is_cuda:
         from .expert_gemm_triton import combine_triton
 
-        return combine_triton(partial, weights)
-    return combine_reference(partial, weights)
+        return combine_triton(partial, weights, residual)
+    return combine_reference(partial, weights, residual)
 
 
 def expert_up_reference(
@@ -126,12 +131,15 @@ def expert_down_reference(
             _copy(down, _matrices(copy_to, layout)[2])
 
 
-def combine_reference(partial: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def combine_reference(
+    partial: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor:
     """The same by torch."""
     total = partial[:, 0].float() * weights[:, :1]
     for j in range(1, partial.shape[1]):
         total.addcmul_(partial[:, j].float(), weights[:, j : j + 1])
-    return total.to(partial.dtype)
+    y = total.to(partial.dtype)
+    return y if residual is None else residual + y
 
 
 def _rows_by_expert(

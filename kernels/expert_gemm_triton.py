@@ -176,9 +176,11 @@ def _expert_gemm_kernel(
 def _combine_kernel(
     partial_ptr,  # [T, CHOICES, H]
     weights_ptr,  # [T, CHOICES] fp32
+    residual_ptr,  # [T, H], if RESIDUAL
     out_ptr,  # [T, H]
     H: tl.constexpr,
     CHOICES: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -190,8 +192,12 @@ def _combine_kernel(
     for j in tl.static_range(CHOICES):
         part = tl.load(partial_at + j * H, mask=h < H, other=0.0).to(tl.float32)
         total += part * tl.load(weights_ptr + token * CHOICES + j)
+    y = total.to(out_ptr.dtype.element_ty)
+    if RESIDUAL:
+        beside = tl.load(residual_ptr + token * H + h, mask=h < H, other=0.0)
+        y = (beside.to(tl.float32) + y.to(tl.float32)).to(y.dtype)
     start_next(PDL)
-    tl.store(out_ptr + token * H + h, total.to(out_ptr.dtype.element_ty), mask=h < H)
+    tl.store(out_ptr + token * H + h, y, mask=h < H)
 
 
 def expert_up_triton(
@@ -216,13 +222,17 @@ def expert_down_triton(
     _launch(h, experts, use, layout, out, "down", layout.down_offset)
 
 
-def combine_triton(partial: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def combine_triton(
+    partial: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor:
     """Launch the sum over choices; arguments as `combine`."""
     tokens, choices, hidden = partial.shape
     out = partial.new_empty(tokens, hidden)
+    assert residual is None or (residual.is_contiguous() and residual.shape == out.shape)
     grid = (tokens, triton.cdiv(hidden, COMBINE_BLOCK))
     _combine_kernel[grid](
-        partial, weights, out, hidden, choices, BLOCK=COMBINE_BLOCK, num_warps=4,
+        partial, weights, partial if residual is None else residual, out, hidden, choices,
+        RESIDUAL=residual is not None, BLOCK=COMBINE_BLOCK, num_warps=4,
         enable_fp_fusion=True, **overlap_options(capability_of(partial)),
     )  # fmt: skip
     return out

@@ -24,22 +24,33 @@ NATIVE_FP16_ROWS = 4  # up to here torch's fp16 product beats widening the weigh
 TALL_ROWS, TALL_NUMEL = 8, 1 << 16  # fp32: W x^T up to so many rows, from so many weights on
 
 
-def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, K], weight [N, K], bias [N] or None, all of one dtype -> [T, N] of that dtype.
+def linear(
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [T, K], weight [N, K], bias [N], residual [T, N], all of one dtype -> [T, N] of that dtype.
 
-    A quantised weight counts as rounded to x's dtype. CPU tensors take the torch reference.
+    A quantised weight counts as rounded to x's dtype. The residual is added to the rounded product
+    and the sum rounded again, as by an addition of its own. CPU tensors take the torch reference.
     """
     if x.is_cuda:
         from .linear_triton import linear_triton
 
-        return linear_triton(x, weight, bias)
-    return linear_reference(x, weight, bias)
+        return linear_triton(x, weight, bias, residual)
+    return linear_reference(x, weight, bias, residual)
 
 
 def linear_reference(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same by torch, in whichever precision this CPU multiplies fastest; at least fp32 sums."""
+    if residual is not None:
+        return residual + linear_reference(x, weight, bias)
     if isinstance(weight, QuantizedMatrix):
         weight = weight.dequantize(x.dtype)
     rows, dtype = len(x), weight.dtype

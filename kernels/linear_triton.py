@@ -54,6 +54,7 @@ def _linear_kernel(
     w_ptr,  # [N, K]; the codes as int16 if BITS
     scales_ptr,  # int32, if BITS
     bias_ptr,  # [N], if BIAS
+    residual_ptr,  # [T, N], if RESIDUAL
     out_ptr,  # [T, N]
     parts_ptr,  # [SEGMENTS, T, N] fp32, if SPREAD
     counters_ptr,  # [weight tiles] int32, zero before and after, if SPREAD
@@ -64,6 +65,7 @@ def _linear_kernel(
     SEGMENTS: tl.constexpr,
     SPREAD: tl.constexpr,
     BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     BITS: tl.constexpr,  # of a code; 0: float weights
     GROUP: tl.constexpr,
     ZEROS: tl.constexpr,
@@ -121,8 +123,13 @@ def _linear_kernel(
             )  # fmt: skip
     if BIAS:
         y += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
-    out_at = out_ptr + token[None, :] * N + n[:, None]
-    tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=mine[None, :] & (n < N)[:, None])
+    at = token[None, :] * N + n[:, None]
+    inside = mine[None, :] & (n < N)[:, None]
+    y = y.to(out_ptr.dtype.element_ty)
+    if RESIDUAL:
+        beside = tl.load(residual_ptr + at, mask=inside, other=0.0)
+        y = (beside.to(tl.float32) + y.to(tl.float32)).to(y.dtype)
+    tl.store(out_ptr + at, y, mask=inside)
 
 
 def segment_of(n: int, k: int, block_n: int, coded: bool = False) -> tuple[int, int]:
@@ -134,7 +141,10 @@ def segment_of(n: int, k: int, block_n: int, coded: bool = False) -> tuple[int, 
 
 
 def linear_triton(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launch the product; arguments as `linear`."""
     x = x.contiguous()
@@ -142,6 +152,7 @@ def linear_triton(
     out = x.new_empty(tokens, n)
     if tokens == 0:
         return out
+    assert residual is None or (residual.is_contiguous() and residual.shape == out.shape)
     if isinstance(weight, QuantizedMatrix):
         scheme, owner = weight.scheme, weight.codes
         matrix = weight.codes.view(torch.int16)
@@ -161,8 +172,10 @@ def linear_triton(
         counters = counters_of(owner, triton.cdiv(n, config.n))
     grid = (triton.cdiv(tokens, config.t), triton.cdiv(n, config.n), segments if spread else 1)
     _linear_kernel[grid](
-        x, matrix, scales, x if bias is None else bias, out, parts, counters, tokens,
+        x, matrix, scales, x if bias is None else bias, x if residual is None else residual,
+        out, parts, counters, tokens,
         N=n, K=k, SEGMENT=segment, SEGMENTS=segments, SPREAD=spread, BIAS=bias is not None,
+        RESIDUAL=residual is not None,
         DTYPE=TRITON_DTYPES[x.dtype], **scheme_constants(x.dtype, scheme),
         BLOCK_N=config.n, BLOCK_K=config.k, BLOCK_T=config.t,
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,

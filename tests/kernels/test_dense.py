@@ -36,6 +36,15 @@ def test_linear_kernel(dtype, tokens, n, k, device):
         assert_near(y, x.double() @ w.double().T + b.double())
 
 
+@pytest.mark.parametrize("tokens, n, k", [(3, 100, 600), (40, 33, 264)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_residual_is_added_as_by_an_addition_of_its_own(dtype, tokens, n, k, device):
+    x, w = torch.randn(tokens, k).to(device, dtype), torch.randn(n, k).to(device, dtype)
+    b, residual = torch.randn(n).to(device, dtype), torch.randn(tokens, n).to(device, dtype)
+    for product in (linear_triton, linear_reference):
+        assert torch.equal(product(x, w, b, residual), residual + product(x, w, b))
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_linear_reference(dtype, tokens):

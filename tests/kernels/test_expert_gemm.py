@@ -255,6 +255,15 @@ def test_combine_adds_in_the_routers_order(tokens, k, hidden, device):
     assert (combine_triton(partial[:, [0, 2, 1]].contiguous(), ones) == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_combine_adds_a_residual_as_by_an_addition_of_its_own(dtype, device):
+    partial = torch.randn(7, 3, 1100).to(device, dtype)
+    weights, residual = torch.rand(7, 3, device=device), torch.randn(7, 1100).to(device, dtype)
+    for function in (combine_triton, door.combine_reference):
+        want = residual + function(partial, weights)
+        assert torch.equal(function(partial, weights, residual), want)
+
+
 def test_kind_k_last_slot_of_a_slab_beyond_2_31_elements(device):
     """O32: the same expert in the first and in the last slot gives equal bits; guards unchanged."""
     case = Experts("fp16", 5, 1, 1, 64, 40, device)
