@@ -6,7 +6,7 @@ pack checks the manifest, every size and every header, and reads no tensor. Dens
 explicitly. An expert is one page-aligned run of bytes, lent as a view of the mapped file or read
 into a buffer of the caller's.
 
-Views and `close`: a view returned by `expert_bytes` keeps its layer's mapping alive. Drop every
+Views and `close`: a view returned by `expert_bytes` or `layer_bytes` keeps its layer's mapping alive. Drop every
 view (and every tensor made from one), then `close()` unmaps. A view that outlives `close()` stays
 valid, and its mapping goes when the last view of that layer does; nothing is ever unmapped under
 a reader.
@@ -205,6 +205,20 @@ class Pack:
             memory.flags.writeable = False
             return memory
         return np.frombuffer(mapping, dtype=np.uint8, count=layout.stride, offset=start)
+
+    def layer_bytes(self, layer: int) -> np.ndarray:
+        """uint8 [experts, stride], read-only: all experts of a layer in the mapped file.
+
+        Keeps the mapping alive as a view of one expert does. OSError or ValueError where the system
+        refuses to map the file, `DamagedError` for one cut short since it was opened.
+        """
+        layout, start = self._locate(layer, 0)
+        mapping, experts = self._map(layer), self.config.num_local_experts
+        if len(mapping) < start + experts * layout.stride:
+            path = self.path / m.layer_file(layer)
+            raise DamagedError(f"{path} ends at byte {len(mapping)}; convert again")
+        run = np.frombuffer(mapping, np.uint8, experts * layout.stride, start)
+        return run.reshape(experts, layout.stride)
 
     def read_expert(self, layer: int, expert: int, out: np.ndarray, offset: int = 0) -> None:
         """Read one expert, from byte `offset` of it, into contiguous uint8 `out`.

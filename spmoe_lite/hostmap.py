@@ -1,0 +1,290 @@
+"""The pack's experts in page-locked host memory: each at an address that the GPU reads by itself.
+
+Every layer's expert file is mapped read-only, brought into memory by large explicit reads on several
+threads (page faults on a cold file are slow, and a disk error in one ends the process), and registered
+with the CUDA runtime as one span. Copies from there run at the speed of the bus, kernels read it without a
+copy, and the only memory it takes is the page cache, which then stays. On the CPU an address is the
+mapping's own and nothing is locked: what runs on addresses is tested without a GPU.
+
+A read-only mapping must be registered with the read-only flag: without it the call fails, and its error
+would come back from the next kernel launch. WSL, Windows and some containers refuse beyond a quota far
+below RAM. What is refused has no address, and is copied through the slab's ring instead; one warning says
+so. Refusals change speed alone.
+
+Interrupts: a span is noted before it is registered, so that `close` finds it whatever came between.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from spmoe_lite.device import current, synchronize
+from spmoe_lite.errors import SpmoeError
+from spmoe_lite.progress import OnProgress, Progress, check, size
+
+if TYPE_CHECKING:
+    from spmoe_lite.pack import Pack
+
+PIECE = 16 << 20  # bytes of one read, and between two looks at `cancel`
+READERS = min(8, os.cpu_count() or 1)
+SHARE = 0.75  # of available RAM, by default; what is page-locked is lost to every other program
+MAPPED_READ_ONLY = 2 | 8  # cudaHostRegisterMapped | cudaHostRegisterReadOnly
+BY_ADDRESS = 4  # cudaMemcpyDefault: the runtime knows which memory an address is of
+
+log = logging.getLogger("spmoe_lite")
+
+
+class Refused(Exception):
+    """The system does not page-lock this memory; the message is its reason."""
+
+
+class _Span(NamedTuple):
+    """The registered experts 0 to `experts` - 1 of one layer; expert e is at `address` + e x stride."""
+
+    address: int
+    experts: int
+
+
+class HostMap:
+    """Device addresses of a pack's experts. Close it before the pack, with no kernel or copy to come."""
+
+    def __init__(
+        self,
+        pack: Pack,
+        device: torch.device,
+        pin: Literal["all", "none"] | int = "all",
+        on_progress: OnProgress | None = None,
+        cancel: threading.Event | None = None,
+        driver: Cuda | None = None,
+    ):
+        """Map and page-lock up to `pin` bytes: whole layers from the first, then experts of the next.
+
+        Reports Progress("pin", done, total, "bytes"); raises `Cancelled` within a read or the
+        registration of one layer, `DamagedError` for a file that was cut short. After any error
+        nothing is left registered. "all" does not ask how much RAM there is (`default_pin` does).
+        """
+        self._pack = pack
+        self._driver = driver
+        if driver is None and device.type == "cuda":
+            self._driver = Cuda(device)
+        self._stride = pack.expert_layout.stride if pack.expert_layout is not None else 0
+        self._views: dict[int, np.ndarray] = {}  # layer -> uint8 [experts, stride]: keeps it mapped
+        self._spans: dict[int, _Span] = {}
+        self._registered: list[int] = []  # where each registered span begins, or one about to be
+        if isinstance(pin, str):
+            pin = pack.expert_count() * self._stride if pin == "all" else 0
+        try:
+            self._pin_layers(pin, on_progress, cancel)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of the experts that have an address."""
+        return sum(span.experts for span in list(self._spans.values())) * self._stride
+
+    def address(self, layer: int, expert: int) -> int | None:
+        """Where the device reads the expert's `stride` bytes; None where it cannot."""
+        span = self._spans.get(layer)
+        if span is None or expert >= span.experts:
+            return None
+        return span.address + expert * self._stride
+
+    def host(self, layer: int, expert: int) -> np.ndarray:
+        """uint8 [stride], read-only: the expert in the mapped file, page-locked or not."""
+        return self._pack.expert_bytes(layer, expert)
+
+    def close(self) -> None:
+        """Wait for the device, then take every lock off; the pack unmaps when it closes. Idempotent."""
+        self._spans.clear()
+        if self._driver is not None and self._registered:
+            self._driver.synchronize()
+            while self._registered:
+                self._driver.unregister(self._registered[-1])
+                self._registered.pop()
+        self._views.clear()
+
+    def _pin_layers(
+        self, budget: int, on_progress: OnProgress | None, cancel: threading.Event | None
+    ) -> None:
+        counts = _share_out(self._pack, budget)
+        total, done = sum(counts) * self._stride, 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            check(cancel)
+            done += count
+            if on_progress is not None:
+                on_progress(Progress("pin", done, total, "bytes"))
+
+        readers = ThreadPoolExecutor(READERS, "spmoe-pin")
+        try:
+            for layer, count in enumerate(counts):
+                check(cancel)
+                self._pin(layer, count, readers, advance)
+        except Refused as error:
+            log.warning(
+                "page-locked memory refused beyond %s of the %s asked for (%s): the other experts are "
+                "copied through a small buffer, which is slower; nothing else changes",
+                size(self.pinned_bytes),
+                size(total),
+                error,
+            )
+        finally:
+            readers.shutdown(cancel_futures=True)
+
+    def _pin(
+        self, layer: int, count: int, readers: ThreadPoolExecutor, advance: Callable[[int], None]
+    ) -> None:
+        """Give the first `count` experts of a layer their addresses."""
+        try:
+            self._views[layer] = view = self._pack.layer_bytes(layer)
+        except (OSError, ValueError) as error:
+            raise Refused(f"the file cannot be mapped: {error}") from error
+        start, length = view.ctypes.data, count * self._stride
+        if self._driver is None:
+            self._spans[layer] = _Span(start, count)
+            return
+        pieces = [
+            (expert, offset, min(PIECE, self._stride - offset))
+            for expert in range(count)
+            for offset in range(0, self._stride, PIECE)
+        ]
+
+        def bring_in(piece: tuple[int, int, int]) -> int:
+            expert, offset, length = piece
+            if not _in_memory(start + expert * self._stride + offset, length):
+                buffer = np.empty(length, dtype=np.uint8)
+                self._pack.read_expert(layer, expert, buffer, offset)
+            return length
+
+        for read in readers.map(bring_in, pieces):
+            advance(read)
+        begin = start - start % mmap.PAGESIZE
+        end = -(-(start + length) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._registered.append(begin)
+        try:
+            address = self._driver.register(begin, end - begin)
+        except Refused:
+            self._registered.pop()
+            raise
+        self._spans[layer] = _Span(address + start - begin, count)
+
+
+def default_pin(pack: Pack, available_ram: int) -> int:
+    """Bytes to page-lock where nobody says: the whole pack if it fits, else as many whole layers."""
+    if pack.expert_layout is None:
+        return 0
+    layer = pack.config.num_local_experts * pack.expert_layout.stride
+    return min(pack.config.num_hidden_layers, int(available_ram * SHARE) // layer) * layer
+
+
+def copy_to_device(address: int, source: int, size: int, stream: torch.cuda.Stream | None) -> None:
+    """Order a copy of `size` bytes on the stream; without a stream, copy now within RAM.
+
+    `source` is a `HostMap.address`. Returns at once, other threads run meanwhile.
+    """
+    if stream is None:
+        ctypes.memmove(address, source, size)
+    elif code := _cudart().cudaMemcpyAsync(address, source, size, BY_ADDRESS, stream.cuda_stream):
+        raise SpmoeError(f"copying {size} bytes to the GPU failed: {_reason(code)}")
+
+
+class Cuda:
+    """What the CUDA runtime does for `HostMap`, on one device; tests put another in its place."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def register(self, address: int, size: int) -> int:
+        """Page-lock `size` bytes from `address` on, both multiples of the page; return the device's address.
+
+        Raises `Refused`, and leaves no error behind in the runtime.
+        """
+        try:
+            runtime = _cudart()
+        except OSError as error:
+            raise Refused(str(error)) from error
+        with current(self._device):
+            if code := runtime.cudaHostRegister(address, size, MAPPED_READ_ONLY):
+                raise Refused(_reason(code))
+            seen = ctypes.c_void_p()
+            if code := runtime.cudaHostGetDevicePointer(ctypes.byref(seen), address, 0):
+                runtime.cudaHostUnregister(address)
+                raise Refused(_reason(code))
+        assert seen.value is not None
+        return seen.value
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`; of an address that is not registered, nothing."""
+        with current(self._device):
+            if code := _cudart().cudaHostUnregister(address):
+                log.debug("unregistering host memory: %s", _reason(code))
+
+    def synchronize(self) -> None:
+        with suppress(RuntimeError):  # whoever used the device has been told
+            synchronize(self._device)
+
+
+def _share_out(pack: Pack, budget: int) -> list[int]:
+    """How many experts of each layer `budget` bytes pay for."""
+    counts: list[int] = []
+    if pack.expert_layout is not None:
+        experts = budget // pack.expert_layout.stride
+        while experts > 0 and len(counts) < pack.config.num_hidden_layers:
+            counts.append(min(experts, pack.config.num_local_experts))
+            experts -= counts[-1]
+    return counts
+
+
+@functools.cache
+def _cudart() -> Any:
+    """The CUDA runtime that torch has loaded, found again by its name; OSError if there is none."""
+    major = str(torch.version.cuda).partition(".")[0]
+    runtime = ctypes.CDLL(f"cudart64_{major}.dll" if os.name == "nt" else f"libcudart.so.{major}")
+    pointer, count, flags = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
+    runtime.cudaHostRegister.argtypes = pointer, count, flags
+    runtime.cudaHostUnregister.argtypes = (pointer,)
+    runtime.cudaHostGetDevicePointer.argtypes = ctypes.POINTER(pointer), pointer, flags
+    runtime.cudaMemcpyAsync.argtypes = pointer, pointer, count, ctypes.c_int, pointer
+    runtime.cudaGetErrorString.restype = ctypes.c_char_p
+    return runtime
+
+
+def _reason(code: int) -> str:
+    """The runtime's words for an error, which is also taken off the calling thread."""
+    runtime = _cudart()
+    runtime.cudaGetLastError()
+    return f"CUDA error {code}: {runtime.cudaGetErrorString(code).decode()}"
+
+
+@functools.cache
+def _libc() -> Any:
+    """mincore, where the system has it."""
+    return ctypes.CDLL(None) if os.name == "posix" else None
+
+
+def _in_memory(address: int, size: int) -> bool:
+    """Whether the page cache holds all of a mapped range, so that reading it would be a waste."""
+    address -= (lost := address % mmap.PAGESIZE)
+    pages = np.zeros(-(-(size + lost) // mmap.PAGESIZE), dtype=np.uint8)
+    arguments = (
+        ctypes.c_void_p(address),
+        ctypes.c_size_t(size + lost),
+        ctypes.c_void_p(pages.ctypes.data),
+    )
+    libc = _libc()
+    return libc is not None and libc.mincore(*arguments) == 0 and bool((pages & 1).all())

@@ -1,0 +1,252 @@
+"""Page-locked maps on a machine without a GPU: budgets, refusals, cancel, order of closing."""
+
+import ctypes
+import gc
+import shutil
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from spmoe_lite import hostmap
+from spmoe_lite.errors import Cancelled, DamagedError
+from spmoe_lite.hostmap import HostMap, Refused, copy_to_device, default_pin
+from spmoe_lite.pack import Pack
+from tests.make_pack import DENSE_MODEL, WIDE, Weights
+
+CPU = torch.device("cpu")
+LAYERS, EXPERTS = 2, 3
+SHIFT = 1 << 40  # of the made-up device's addresses
+
+
+class Driver:
+    """A device that counts what is locked, refuses on request, and has addresses of its own."""
+
+    def __init__(self, refuse_at=0):
+        self.refuse_at, self.calls, self.locked, self.events = refuse_at, 0, {}, []
+
+    def register(self, address, size):
+        self.calls += 1
+        assert address % 4096 == size % 4096 == 0
+        if self.refuse_at and self.calls >= self.refuse_at:
+            raise Refused("CUDA error 2: out of memory")
+        assert not any(a < address + size and address < a + s for a, s in self.locked.items())
+        self.locked[address] = size
+        self.events.append("register")
+        return address + SHIFT
+
+    def unregister(self, address):
+        self.events.append("unregister")
+        ctypes.string_at(address, self.locked.pop(address))  # still mapped
+
+    def synchronize(self):
+        self.events.append("synchronize")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return Weights(WIDE).write(tmp_path_factory.mktemp("hostmap") / "some.spmoe")
+
+
+@pytest.fixture
+def pack(path):
+    with Pack.open(path) as pack:
+        yield pack
+
+
+def stored(pack, layer, expert):
+    out = np.empty(pack.expert_layout.stride, dtype=np.uint8)
+    pack.read_expert(layer, expert, out)
+    return out
+
+
+def at(address, size):
+    return np.frombuffer(ctypes.string_at(address, size), dtype=np.uint8)
+
+
+def each():
+    return [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]
+
+
+def test_every_expert_is_at_its_address(pack):
+    stride, driver = pack.expert_layout.stride, Driver()
+    for device_map, shift in ((HostMap(pack, CPU), 0), (HostMap(pack, CPU, driver=driver), SHIFT)):
+        for key in each():
+            wanted = stored(pack, *key)
+            assert (at(device_map.address(*key) - shift, stride) == wanted).all()
+            assert (device_map.host(*key) == wanted).all()
+            assert not device_map.host(*key).flags.writeable
+        assert device_map.pinned_bytes == LAYERS * EXPERTS * stride
+        device_map.close()
+    assert driver.calls == LAYERS  # one span a layer
+
+
+@pytest.mark.parametrize("make", [lambda: None, Driver], ids=["cpu", "device"])
+@pytest.mark.parametrize(
+    "experts, bought", [(0, 0), (0.9, 0), (1, 1), (2.5, 2), (3, 3), (4.2, 4), (6, 6), (99, 6)]
+)
+def test_a_budget_buys_whole_layers_first_then_experts(pack, experts, bought, make):
+    stride, driver = pack.expert_layout.stride, make()
+    device_map = HostMap(pack, CPU, int(experts * stride), driver=driver)
+    assert [key for key in each() if device_map.address(*key) is not None] == each()[:bought]
+    assert device_map.pinned_bytes == bought * stride
+    if driver is not None:
+        assert sum(driver.locked.values()) == bought * stride
+    assert (device_map.host(1, 2) == stored(pack, 1, 2)).all()  # has an address or not
+    device_map.close()
+
+
+def test_nothing_is_locked_or_mapped_for_none(pack):
+    driver = Driver()
+    device_map = HostMap(pack, CPU, "none", driver=driver)
+    assert device_map.address(0, 0) is None and device_map.pinned_bytes == 0
+    assert not pack._maps
+    assert (device_map.host(0, 1) == stored(pack, 0, 1)).all()
+    device_map.close()
+    assert driver.events == []
+
+
+def test_closing_waits_unregisters_and_only_then_lets_go(pack):
+    driver = Driver()
+    device_map = HostMap(pack, CPU, driver=driver)
+    pack.close()  # the wrong order: the mappings wait for the locks to come off
+    device_map.close()
+    device_map.close()
+    assert driver.events == ["register"] * LAYERS + ["synchronize"] + ["unregister"] * LAYERS
+    assert not driver.locked and device_map.address(0, 0) is None and device_map.pinned_bytes == 0
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_kind_i_o25_what_is_refused_has_no_address_and_is_said_once(pack, call, caplog):
+    driver, stride = Driver(refuse_at=call), pack.expert_layout.stride
+    device_map = HostMap(pack, CPU, driver=driver)
+    assert [k for k in each() if device_map.address(*k) is not None] == each()[: 3 * (call - 1)]
+    assert driver.calls == call  # not asked again
+    assert len(caplog.records) == 1 and caplog.records[0].levelname == "WARNING"
+    line = caplog.records[0].getMessage()
+    assert "CUDA error 2: out of memory" in line and "\n" not in line
+    assert hostmap.size(3 * (call - 1) * stride) in line and hostmap.size(6 * stride) in line
+    for key in each():
+        assert (device_map.host(*key) == stored(pack, *key)).all()
+    device_map.close()
+    assert not driver.locked
+
+
+def test_kind_i_o25_a_file_that_cannot_be_mapped_is_a_refusal(pack, monkeypatch, caplog):
+    def refusing(layer):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(pack, "layer_bytes", refusing)
+    device_map = HostMap(pack, CPU, driver=Driver())
+    assert device_map.address(0, 0) is None
+    assert [r.getMessage() for r in caplog.records if "Cannot allocate" in r.getMessage()]
+    assert len(caplog.records) == 1
+
+
+def test_progress_runs_to_the_end_in_bytes(pack, monkeypatch):
+    monkeypatch.setattr(hostmap, "PIECE", 40_000)
+    seen, total = [], LAYERS * EXPERTS * pack.expert_layout.stride
+    HostMap(pack, CPU, on_progress=seen.append, driver=Driver()).close()
+    assert {(p.stage, p.unit, p.total) for p in seen} == {("pin", "bytes", total)}
+    done = [p.done for p in seen]
+    assert done == sorted(set(done)) and done[-1] == total
+    assert max(np.diff(done)) <= 40_000
+
+
+@pytest.mark.parametrize("after", [0, 1, 3, 4, 7, 11])
+def test_cancel_gives_back_what_was_locked(pack, after, monkeypatch):
+    monkeypatch.setattr(hostmap, "PIECE", 40_000)  # several to an expert
+    cancel, driver, seen = threading.Event(), Driver(), []
+
+    def on_progress(progress):
+        seen.append(progress)
+        if len(seen) == after:
+            cancel.set()
+
+    if after == 0:
+        cancel.set()
+    with pytest.raises(Cancelled):
+        HostMap(pack, CPU, on_progress=on_progress, cancel=cancel, driver=driver)
+    assert len(seen) == after
+    assert not driver.locked
+    assert not [t for t in threading.enumerate() if t.name.startswith("spmoe-pin")]
+
+
+def test_pages_that_are_not_in_memory_are_read_in_large_pieces(pack, monkeypatch):
+    monkeypatch.setattr(hostmap, "PIECE", 65536)
+    read, sizes = pack.read_expert, []
+
+    def noting(layer, expert, out, offset=0):
+        sizes.append((layer, expert, offset, len(out)))
+        read(layer, expert, out, offset)
+
+    monkeypatch.setattr(pack, "read_expert", noting)
+    monkeypatch.setattr(hostmap, "_in_memory", lambda address, size: False)
+    HostMap(pack, CPU, driver=Driver()).close()
+    stride = pack.expert_layout.stride
+    assert sorted(sizes) == [
+        (*key, offset, 65536) for key in each() for offset in range(0, stride, 65536)
+    ]
+    sizes.clear()
+    monkeypatch.setattr(hostmap, "_in_memory", lambda address, size: True)
+    HostMap(pack, CPU, driver=Driver()).close()
+    HostMap(pack, CPU).close()  # the CPU takes pages as they come
+    assert sizes == []
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_file_cut_short_after_opening_is_an_error_and_not_a_crash(path, tmp_path, mapped):
+    copy, driver = shutil.copytree(path, tmp_path / "cut.spmoe"), Driver()
+    with Pack.open(copy) as pack:
+        views = [pack.layer_bytes(layer) for layer in range(LAYERS * mapped)]
+        file = copy / "experts" / "layer-001.safetensors"
+        with open(file, "r+b") as opened:
+            opened.truncate(file.stat().st_size - 5000)
+        with pytest.raises(DamagedError, match="layer-001"):
+            HostMap(pack, CPU, driver=driver)
+        del views
+    assert not driver.locked and driver.calls == 1
+
+
+def test_what_is_in_memory_is_known(pack, tmp_path):
+    view = pack.layer_bytes(0)
+    stored(pack, 0, 0)
+    assert hostmap._in_memory(view[0].ctypes.data + 100, 3000) in (
+        True,
+        hostmap._libc() is not None,
+    )
+    assert not hostmap._in_memory(1 << 46, 4096)  # nothing is mapped there
+
+
+def test_closing_leaves_no_view_behind(path):
+    with Pack.open(path) as pack:
+        device_map = HostMap(pack, CPU, driver=Driver())
+        mapping = pack._maps[0]
+        device_map.close()
+        gc.collect()
+    assert mapping.closed
+
+
+def test_the_default_is_the_pack_or_whole_layers_of_it(pack):
+    stride = pack.expert_layout.stride
+    layer, whole = EXPERTS * stride, LAYERS * EXPERTS * stride
+    assert default_pin(pack, 10 * whole) == whole
+    assert default_pin(pack, int(whole / hostmap.SHARE) + 1) == whole
+    assert default_pin(pack, int(1.9 * layer / hostmap.SHARE)) == layer
+    assert default_pin(pack, layer) == 0
+
+
+def test_a_dense_model_has_nothing_to_lock(tmp_path):
+    with Pack.open(Weights(DENSE_MODEL).write(tmp_path / "dense.spmoe")) as pack:
+        device_map = HostMap(pack, CPU, driver=Driver())
+        assert device_map.pinned_bytes == 0 and device_map.address(0, 0) is None
+        assert default_pin(pack, 1 << 40) == 0
+        device_map.close()
+
+
+def test_a_copy_within_ram(pack):
+    device_map, stride = HostMap(pack, CPU), pack.expert_layout.stride
+    out = np.zeros(stride, dtype=np.uint8)
+    copy_to_device(out.ctypes.data, device_map.address(1, 1), stride, None)
+    assert (out == stored(pack, 1, 1)).all()
