@@ -1,10 +1,9 @@
 """Faster tiles for the kernels on this card: found when the user asks, kept, read when an engine loads.
 
-`tune` tries tiles near the shipped ones (`kernels/configs.py`) on random weights of a pack's shapes,
-several times the L2. A tile counts only if its results are the shipped tile's bit for bit, and replaces
-it only if it is `GAIN` times as fast, both timed in one run by replaying a CUDA graph. So tuning
-changes no text. What decides the order of a sum is left alone: a dense product takes its segments
-of K from the n of its narrowest tile.
+`tune` tries tiles near the shipped ones (`kernels/configs.py`) on random weights of a pack's shapes
+(`timing.py`). A tile counts only if its results are the shipped tile's bit for bit, and replaces it
+only if it is `GAIN` times as fast, both timed in one run. So tuning changes no text. What decides the
+order of a sum is left alone: a dense product takes its segments of K from the n of its narrowest tile.
 
 One file per card and Triton version, `tuned/` in the folder of packs. It names the kernels it was
 made with by a hash of their sources and is ignored beside others. `load` believes only tiles that
@@ -14,38 +13,30 @@ tuned last decides; two cards of one capability in one process share what was lo
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import hashlib
 import json
 import logging
 import re
-import statistics
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from spmoe_lite import library
-from spmoe_lite.config import matrix_bytes, scheme_of
-from spmoe_lite.device import check_experts, choose_device, current, multiplies_bf16
+from spmoe_lite.config import scheme_of
+from spmoe_lite.device import check_experts, choose_device, current
 from spmoe_lite.errors import CapacityError, UnsupportedError
 from spmoe_lite.kernels import configs
-from spmoe_lite.kernels.configs import Key, Kind, Tile
-from spmoe_lite.kernels.expert_gemm import DTYPES, expert_down, expert_up
-from spmoe_lite.kernels.linear import linear
+from spmoe_lite.kernels.configs import Key, Tile
 from spmoe_lite.manifest import disk_error
-from spmoe_lite.pack import Pack, view_weight
+from spmoe_lite.pack import Pack
 from spmoe_lite.progress import OnProgress, Progress, check
-
-if TYPE_CHECKING:
-    from spmoe_lite.config import ExpertLayout
+from spmoe_lite.timing import Bench, Product, benches
 
 GAIN = 1.03  # below it is noise
-REPLAYS = 25
-MOST_ROWS = 260
 # Doublings of n, k and warps, and stages more.
 MOVES = (
     (0, 0, 0, 1), (0, 0, 0, -1), (0, 0, 0, 2), (0, 0, 1, 0), (0, 0, -1, 0), (1, 0, 0, 0),
@@ -54,18 +45,6 @@ MOVES = (
 )  # fmt: skip
 
 log = logging.getLogger("spmoe_lite")
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """One kind of product: `dtype` is multiplied, `weights` (the same float, or a scheme) stored."""
-
-    kind: Kind
-    dtype: str
-    weights: str
-
-    def key(self, capability: tuple[int, int]) -> Key:
-        return capability, DTYPES[self.dtype], self.kind, scheme_of(self.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,50 +86,6 @@ class Card:
         return library.home(home) / "tuned" / f"{safe}.json"
 
 
-class Bench:
-    """One product with whatever tiles `configs.tiles` gives.
-
-    For each shape of the product one function of the number of rows per copy of its weights.
-    """
-
-    def __init__(
-        self, shapes: Sequence[Sequence[Callable[[int], torch.Tensor]]], memory: object = None
-    ):
-        self.shapes = shapes
-        self.memory = memory  # kept alive, if the functions know addresses alone
-
-    def results(self, rows: int) -> list[torch.Tensor]:
-        found = [copies[0](rows) for copies in self.shapes]
-        if found[0].is_cuda:
-            torch.cuda.synchronize()  # a launch that fails says so here
-        return found
-
-    def milliseconds(self, rows: int) -> float:
-        """Median time of one call of each shape, summed."""
-        shapes = [[functools.partial(call, rows) for call in copies] for copies in self.shapes]
-        return sum(map(_replay, shapes))
-
-
-def _replay(calls: Sequence[Callable[[], torch.Tensor]]) -> float:
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / len(calls))
-    return statistics.median(times)
-
-
 # --- what to try and what to keep
 
 
@@ -182,42 +117,43 @@ def tune_product(
     capability: tuple[int, int],
     bench: Bench,
     step: Callable[[], None] = lambda: None,
-) -> tuple[list[Tried], list[Tile]]:
-    """Try every candidate of one product: all that was tried, and the tiles to keep."""
-    key, tried, kept = product.key(capability), [], []
+) -> list[Tried]:
+    """Try every candidate of one product; those to keep have the verdict "kept"."""
+    key, found = product.key(capability), []
     entries = configs.shipped(*key)
-    before = configs.TUNED.pop(key, None)
-    try:
-        for index, first in enumerate(entries):
-            checked, timed = _rows(entries, index)
+    for index, shipped in enumerate(entries):
+        checked, timed = _rows(entries, index)
+        with _in_use(key, entries):
             wanted = [bench.results(rows) for rows in checked]
-            base = sum(map(bench.milliseconds, timed))
-            row: list[Tried] = []
-            for tile in candidates(product, first):
-                step()
-                configs.TUNED[key] = (*entries[:index], tile, *entries[index + 1 :])
-                try:
-                    same = all(
-                        _equal(bench.results(rows), want)
-                        for rows, want in zip(checked, wanted, strict=True)
-                    )
-                    ms = sum(map(bench.milliseconds, timed)) if same else None
-                    row.append(Tried(product, tile, ms, "slower" if same else "other bits"))
-                except Exception as error:  # too much shared memory, a compiler that gives up
-                    reason = str(error).strip().partition("\n")[0] or type(error).__name__
-                    row.append(Tried(product, tile, None, f"does not run: {reason:.80}"))
-                finally:
-                    configs.TUNED.pop(key, None)
-            base = min(base, sum(map(bench.milliseconds, timed)))  # clocks may have changed
-            best = min((t for t in row if t.ms is not None), key=lambda t: t.ms or 0, default=None)
-            if best is not None and best.ms is not None and best.ms * GAIN <= base:
-                row[row.index(best)] = replace(best, verdict="kept")
-                kept.append(best.tile)
-            tried += [Tried(product, first, base, "shipped"), *row]
+            base = _total_ms(bench, timed)
+        tried = []
+        for tile in candidates(product, shipped):
+            step()
+            with _in_use(key, (*entries[:index], tile, *entries[index + 1 :])):
+                ms, verdict = _judge(bench, checked, wanted, timed)
+            tried.append(Tried(product, tile, ms, verdict))
+        with _in_use(key, entries):
+            base = min(base, _total_ms(bench, timed))  # clocks may have changed
+        fastest = min((one.ms for one in tried if one.ms is not None), default=base)
+        if fastest * GAIN <= base:
+            best = next(i for i, one in enumerate(tried) if one.ms == fastest)
+            tried[best] = replace(tried[best], verdict="kept")
+        found += [Tried(product, shipped, base, "shipped"), *tried]
+    return found
+
+
+@contextlib.contextmanager
+def _in_use(key: Key, entries: tuple[Tile, ...]) -> Iterator[None]:
+    """Let the kernels take these tiles."""
+    before = configs.TUNED.get(key)
+    configs.TUNED[key] = entries
+    try:
+        yield
     finally:
-        if before is not None:
+        if before is None:
+            del configs.TUNED[key]
+        else:
             configs.TUNED[key] = before
-    return tried, kept
 
 
 def _rows(entries: Sequence[Tile], index: int) -> tuple[list[int], list[int]]:
@@ -227,9 +163,27 @@ def _rows(entries: Sequence[Tile], index: int) -> tuple[list[int], list[int]]:
     return [low, t] + [2 * t + 1, 128] * last, [t] if index else [1, 5]
 
 
+def _judge(
+    bench: Bench, checked: list[int], wanted: list[list[torch.Tensor]], timed: list[int]
+) -> tuple[float | None, str]:
+    """Milliseconds and verdict of the tiles in use."""
+    try:
+        for rows, want in zip(checked, wanted, strict=True):
+            if not _equal(bench.results(rows), want):
+                return None, "other bits"
+        return _total_ms(bench, timed), "slower"
+    except Exception as error:  # too much shared memory, a compiler that gives up
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        return None, f"does not run: {reason:.80}"
+
+
 def _equal(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
     pairs = zip(got, wanted, strict=True)
     return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+
+
+def _total_ms(bench: Bench, timed: list[int]) -> float:
+    return sum(map(bench.milliseconds, timed))
 
 
 # --- the file
@@ -325,7 +279,7 @@ def tune_all(
     on_progress: OnProgress | None = None,
 ) -> tuple[list[Tried], Path]:
     """`tune`, given what runs each product."""
-    path, tried, done = card.path(home), [], 0
+    path, found, done = card.path(home), [], 0
     try:
         tuned = read(path, card)
     except ValueError:
@@ -343,102 +297,10 @@ def tune_all(
 
     for product, make in made.items():
         try:
-            more, tuned[product] = tune_product(product, card.capability, make(), step)
+            tried = tune_product(product, card.capability, make(), step)
         except torch.OutOfMemoryError as error:
             raise CapacityError("the GPU has no room for the weights to tune with") from error
-        tried += more
+        tuned[product] = [one.tile for one in tried if one.verdict == "kept"]
         write(path, card, tuned)
-    return tried, path
-
-
-def benches(pack: Pack, device: torch.device) -> dict[Product, Callable[[], Bench]]:
-    """The products of a pack, each with what makes its data."""
-    config, layout = pack.config, pack.expert_layout
-    dense, linears = (
-        "fp16"
-        if dtype == "bf16" and device.type == "cuda" and not multiplies_bf16(device)
-        else dtype
-        for dtype in (pack.dtypes.dense, pack.dtypes.linear)
-    )
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-    shapes = [(q + 2 * kv, hidden), (hidden, q)]  # as the model stacks them
-    if pack.dtypes.embed == pack.dtypes.linear:
-        shapes.append((config.vocab_size, hidden))
-    found: dict[Product, Callable[[], Bench]] = {}
-    if layout is None:
-        shapes += [(2 * inner, hidden), (hidden, inner)]
-    else:
-        multiplied = dense if scheme_of(layout.dtype) else layout.dtype
-        choices = config.num_experts_per_tok
-        for kind in ("up", "down"):
-            found[Product(kind, multiplied, layout.dtype)] = functools.partial(
-                _experts, kind, layout, choices, DTYPES[dense], device
-            )
-    found[Product("dense", dense, linears)] = lambda: Bench(
-        [_linears(shape, linears, DTYPES[dense], device) for shape in shapes]
-    )
-    return found
-
-
-def _experts(
-    kind: Kind, layout: ExpertLayout, choices: int, dtype: torch.dtype, device: torch.device
-) -> Bench:
-    """Every row chooses the same experts, so that an expert has as many rows as there are."""
-    hidden, inner = layout.hidden_size, layout.intermediate_size
-    count = choices * _copies(choices * layout.stride, device)
-    slab = torch.empty(count, layout.stride, dtype=torch.uint8, device=device)
-    for one in slab:
-        for offset, shape in (
-            (layout.gate_offset, (inner, hidden)),
-            (layout.up_offset, (inner, hidden)),
-            (layout.down_offset, (hidden, inner)),
-        ):
-            _fill(one[offset : offset + matrix_bytes(layout.dtype, *shape)], layout.dtype, shape)
-    lines = [[i % choices, slab[i].data_ptr(), 0] for i in range(count)]
-    uses = [torch.tensor(lines[i : i + choices], device=device) for i in range(0, count, choices)]
-    experts = torch.arange(choices, dtype=torch.int32, device=device).repeat(MOST_ROWS, 1)
-    between = () if kind == "up" else (choices,)
-    wide = hidden if kind == "up" else inner
-    x = torch.randn((MOST_ROWS, *between, wide), device=device).to(dtype)
-    function, width = (expert_up, inner) if kind == "up" else (expert_down, hidden)
-
-    def call(rows: int, use: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(rows, choices, width)
-        function(x[:rows], experts[:rows], use, layout, out)
-        return out
-
-    return Bench([[functools.partial(call, use=use) for use in uses]], slab)
-
-
-def _linears(
-    shape: tuple[int, int], stored: str, dtype: torch.dtype, device: torch.device
-) -> list[Callable[[int], torch.Tensor]]:
-    x = torch.randn((MOST_ROWS, shape[1]), device=device).to(dtype)
-    size = matrix_bytes(stored, *shape)
-    runs = [
-        torch.empty(size, dtype=torch.uint8, device=device) for _ in range(_copies(size, device))
-    ]
-
-    def call(rows: int, weight: Any) -> torch.Tensor:
-        return linear(x[:rows], weight)
-
-    return [functools.partial(call, weight=_fill(run, stored, shape)) for run in runs]
-
-
-def _copies(size: int, device: torch.device) -> int:
-    """Copies of `size` bytes that are four times the L2, and at least two."""
-    if device.type != "cuda":
-        return 2
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    return min(512, max(2, -(-4 * cache // size)))
-
-
-def _fill(run: torch.Tensor, dtype: str, shape: tuple[int, int]) -> Any:
-    """Random weights of a plausible size in bytes that are there, as a view of them."""
-    weight = view_weight(run, dtype, shape)
-    if isinstance(weight, torch.Tensor):
-        return weight.normal_(0, 0.02)
-    run.random_()
-    weight.scales.bitwise_and_(-0x7C01).bitwise_or_(0x1800)  # 0.002 to 0.004
-    return weight
+        found += tried
+    return found, path

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmoe_lite import cli, engine, tune
+from spmoe_lite import cli, engine, timing, tune
 from spmoe_lite.config import scheme_of
 from spmoe_lite.errors import Cancelled, NotFoundError, UnsupportedError
 from spmoe_lite.kernels import configs
 from spmoe_lite.pack import Pack
-from spmoe_lite.tune import Bench, Card, Product, candidates, tune_all, tune_product
+from spmoe_lite.timing import Bench, Product
+from spmoe_lite.tune import Card, candidates, tune_all, tune_product
 from tests.make_pack import WIDE, Weights
 
 H200 = Card((9, 0), "NVIDIA H200", "3.9.0", "a hash")
@@ -76,8 +77,8 @@ def test_every_tile_is_compared_at_the_edges_of_its_bucket_and_a_wrong_one_is_dr
     fast = Stand(
         UP, ms=lambda tile: 0.1 if tile == wrong else 1.0, bits=lambda tile: int(tile == wrong)
     )
-    tried, kept = tune_product(UP, (9, 0), fast)
-    assert kept == [] and [t.verdict for t in tried if t.tile == wrong] == ["other bits"]
+    tried = tune_product(UP, (9, 0), fast)
+    assert kept_of(tried) == [] and [t.verdict for t in tried if t.tile == wrong] == ["other bits"]
     assert {1, 16, 17, 32, 33, 64, 65, 128, 257} <= {rows for rows, _ in fast.seen}
     for one in tried:
         if one.verdict != "other bits":
@@ -94,9 +95,8 @@ def test_negative_zero_is_another_bit_and_a_nan_is_its_own_equal():
 def test_three_percent_decide(ms, wins):
     shipped = configs.shipped(*UP.key((9, 0)))
     better = replace(shipped[0], stages=shipped[0].stages + 1)
-    tried, kept = tune_product(UP, (9, 0), Stand(UP, ms=lambda t: ms if t == better else 1.0))
-    assert kept == [better] * wins
-    assert [t.tile for t in tried if t.verdict == "kept"] == kept
+    tried = tune_product(UP, (9, 0), Stand(UP, ms=lambda t: ms if t == better else 1.0))
+    assert kept_of(tried) == [better] * wins
     assert [t.tile for t in tried if t.verdict == "shipped"] == list(shipped)
     assert not configs.TUNED  # used from the next load on
 
@@ -105,7 +105,7 @@ def test_a_shipped_tile_that_was_timed_slow_once_is_not_replaced():
     slow = iter([9.0, 9.0])  # the first bucket is timed at two numbers of rows
     shipped = configs.shipped(*UP.key((9, 0)))[0]
     times = Stand(UP, ms=lambda t: next(slow, 1.0) if t == shipped else 1.0)
-    assert tune_product(UP, (9, 0), times)[1] == []
+    assert kept_of(tune_product(UP, (9, 0), times)) == []
 
 
 def test_a_tile_that_does_not_run_is_skipped_and_says_why():
@@ -114,11 +114,16 @@ def test_a_tile_that_does_not_run_is_skipped_and_says_why():
             raise RuntimeError("out of resource: shared memory\nand more")
         return 1.0 if tile.stages < 5 else 0.5
 
-    tried, kept = tune_product(DENSE, (9, 0), Stand(DENSE, ms=lambda t: 1.0 if t.n == 128 and t in
-                               configs.shipped(*DENSE.key((9, 0))) else ms(t)))  # fmt: skip
+    shipped = configs.shipped(*DENSE.key((9, 0)))
+    tried = tune_product(DENSE, (9, 0), Stand(DENSE, ms=lambda t: 1.0 if t in shipped else ms(t)))
     dropped = [t for t in tried if t.ms is None]
     assert dropped and all("out of resource: shared memory" in t.verdict for t in dropped)
+    kept = kept_of(tried)
     assert kept and all(t.stages >= 5 for t in kept)
+
+
+def kept_of(tried):
+    return [one.tile for one in tried if one.verdict == "kept"]
 
 
 def keep(home, product=UP, card=H200, **changes):
@@ -129,7 +134,7 @@ def keep(home, product=UP, card=H200, **changes):
 
 def test_what_was_kept_is_used_after_the_next_load_and_nothing_else_changes(tmp_path):
     tried, path = keep(tmp_path)
-    kept = [t.tile for t in tried if t.verdict == "kept"]
+    kept = kept_of(tried)
     assert len(kept) == 4 and path.parent == tmp_path / "tuned"
     assert [p.name for p in path.parent.iterdir()] == [path.name]  # no temporary file
     before = configs.shipped(*UP.key((9, 0)))
@@ -235,25 +240,23 @@ def test_real_kernels_interpreted_give_equal_bits_where_only_the_schedule_differ
     bench = Bench([[lambda rows: linear_triton(x[:rows], weight)]])
     bench.milliseconds = lambda rows: 1.0
     product, capability = Product("dense", "fp32", "fp32"), configs.capability_of(x)
-    tried, kept = tune_product(product, capability, bench)
-    assert kept == [] and not [t for t in tried if "does not run" in t.verdict]
+    tried = tune_product(product, capability, bench)
+    assert kept_of(tried) == [] and not [t for t in tried if "does not run" in t.verdict]
     schedule = [t for t in tried if t.tile.n == 32 and t.tile.k == 32]
     assert len(schedule) > 4 and all(t.verdict in ("shipped", "slower") for t in schedule)
-    whole = bench.results
+    whole, key = bench.results, product.key(capability)
     bench.results = lambda rows: [  # noqa: E731
-        y + (configs.TUNED != {}) * 1e-6 for y in whole(rows)
+        y + (configs.tiles(*key) != configs.shipped(*key)) * 1e-6 for y in whole(rows)
     ]
-    assert {t.verdict for t in tune_product(product, capability, bench)[0]} == {
-        "shipped",
-        "other bits",
-    }
+    tried = tune_product(product, capability, bench)
+    assert {t.verdict for t in tried} == {"shipped", "other bits"}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "int4-g32z"])
 def test_the_products_of_a_pack_run_at_its_shapes(dtype, tmp_path, device, monkeypatch):
     weights = Weights(WIDE, expert_dtype=dtype, linear_dtype=dtype, embed_dtype=dtype)
     with Pack.open(weights.write(tmp_path / "p.spmoe")) as pack:
-        made = tune.benches(pack, torch.device(device))
+        made = timing.benches(pack, torch.device(device))
         assert {(p.kind, p.weights) for p in made} == {(k, dtype) for k in ("up", "down", "dense")}
         by_kind = {product.kind: make() for product, make in made.items()}
         assert all(len(copies) >= 2 for bench in by_kind.values() for copies in bench.shapes)
@@ -265,10 +268,12 @@ def test_the_products_of_a_pack_run_at_its_shapes(dtype, tmp_path, device, monke
             "dense": [(33, 2 * q), (33, hidden), (33, WIDE.vocab_size)],
         }
         triton = pytest.importorskip("spmoe_lite.kernels.expert_gemm_triton")
-        monkeypatch.setattr(tune, "expert_up", triton.expert_up_triton)
-        monkeypatch.setattr(tune, "expert_down", triton.expert_down_triton)
+        monkeypatch.setattr(timing, "expert_up", triton.expert_up_triton)
+        monkeypatch.setattr(timing, "expert_down", triton.expert_down_triton)
         for kind in ("up", "down"):
-            bench = tune._experts(kind, pack.expert_layout, 2, torch.float32, torch.device(device))
+            bench = timing.expert_bench(
+                kind, pack.expert_layout, 2, torch.float32, torch.device(device)
+            )
             (got,) = bench.results(33)
             assert got.shape == wanted[kind][0].shape and torch.isfinite(got).all()
             assert got.std() > 0 and torch.equal(bench.results(1)[0][0], got[0])
@@ -331,18 +336,23 @@ def test_a_card_is_known_by_its_name_triton_and_every_kernel_source(tmp_path, mo
 
 @pytest.mark.gpu
 def test_on_a_gpu_what_runs_is_timed_and_schedules_keep_the_bits(tmp_path, monkeypatch):
-    monkeypatch.setattr(tune, "MOVES", ((0, 0, 0, 1), (0, 0, 1, 0), (1, 0, 0, 0), (0, 1, 0, 0)))
-    weights = Weights(WIDE, "bf16", "int4-g64z", linear_dtype="bf16")
-    if torch.cuda.get_device_capability() < (8, 0):
-        weights = Weights(WIDE, "fp16", "int4-g64z", linear_dtype="fp16")
-    weights.write(tmp_path / "p.spmoe")
+    """One other tile for each product, prefill's for up and decode's for the others: compiling takes long."""
+    shipped = configs.shipped
+    monkeypatch.setattr(
+        configs,
+        "shipped",
+        lambda *key: shipped(*key)[-1:] if "up" in key else shipped(*key)[:1],
+    )
+    monkeypatch.setattr(tune, "MOVES", ((1, 0, 1, 0), (0, 0, 0, 1)))
+    monkeypatch.setattr(tune, "candidates", lambda *given: candidates(*given)[:1])
+    dense = "bf16" if torch.cuda.get_device_capability() >= (8, 0) else "fp16"
+    Weights(WIDE, dense, "int4-g64z", embed_dtype="int8-g64").write(tmp_path / "p.spmoe")
     tried, path = tune.tune("p", home=tmp_path)
-    assert {t.product.kind for t in tried} == {"up", "down", "dense"}
+    assert [t.product.kind for t in tried] == ["up", "up", "down", "down", "dense", "dense"]
     assert all(t.ms > 0 for t in tried if t.verdict in ("shipped", "slower", "kept"))
     assert not [t for t in tried if t.verdict == "other bits"]
-    kept = [t.tile for t in tried if t.verdict == "kept"]
     read = tune.read(path, Card.of(torch.device("cuda")))
-    assert sorted(map(str, sum(read.values(), []))) == sorted(map(str, kept))
+    assert sum(read.values(), []) == kept_of(tried)
 
 
 def test_without_a_gpu_it_is_one_line(tmp_path, capsys, monkeypatch):
