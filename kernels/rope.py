@@ -1,4 +1,4 @@
-"""Rotary position embedding: the two halves of each head turn by an angle per position and lane.
+"""Rotary position embedding, and the new rows' place in the KV cache.
 
     y[:half] = x[:half] * cos - x[half:] * sin
     y[half:] = x[half:] * cos + x[:half] * sin
@@ -11,26 +11,45 @@ original Llama files do). The caller makes cos and sin, once for all layers. Sou
 import torch
 
 
-def rope(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [T, Hq, D], k [T, Hkv, D], cos and sin [T, D/2] fp32 -> turned q and k, new tensors.
+def rope_and_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    start: "int | torch.Tensor",
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> torch.Tensor:
+    """Turn q and k of the positions from `start`; store k and v there; return the turned q.
 
-    Computed in fp32 and rounded once to the dtype of q and k. CPU tensors take the torch reference.
+    q [T, Hq, D], k and v [T, Hkv, D], cos and sin [C, D/2] fp32, caches [C, Hkv, D] of q's dtype;
+    start is a number, or int32 [1] on the device. Computed in fp32 and rounded once. CPU tensors
+    take the torch reference.
     """
     if q.is_cuda:
-        from .rope_triton import rope_triton
+        from .rope_triton import rope_and_store_triton
 
-        return rope_triton(q, k, cos, sin)
-    return rope_reference(q, k, cos, sin)
+        return rope_and_store_triton(q, k, v, cos, sin, start, k_cache, v_cache)
+    return rope_and_store_reference(q, k, v, cos, sin, start, k_cache, v_cache)
 
 
-def rope_reference(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_and_store_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    start: "int | torch.Tensor",
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> torch.Tensor:
     """The same by torch."""
-    cos, sin = cos[:, None], sin[:, None]
-    return _turn(q, cos, sin), _turn(k, cos, sin)
+    rows = slice(int(start), int(start) + len(q))
+    cos, sin = cos[rows, None], sin[rows, None]
+    k_cache[rows] = _turn(k, cos, sin)
+    v_cache[rows] = v
+    return _turn(q, cos, sin)
 
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -25,13 +25,6 @@ class KVCache:
         self.capacity = capacity
         self.length = 0
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store rows [T, kv_heads, head_dim] of one layer after the first `length` tokens."""
-        end = self.length + len(keys)
-        assert end <= self.capacity, "the engine fits every pass to the context before it starts"
-        self.keys[layer, self.length : end] = keys
-        self.values[layer, self.length : end] = values
-
     def truncate(self, length: int) -> None:
         """Forget every token after the first `length`."""
         self.length = min(self.length, length)

@@ -31,7 +31,7 @@ from spmoe_lite.kernels.expert_gemm import combine, expert_down, expert_up
 from spmoe_lite.kernels.gate import norm_gate_topk
 from spmoe_lite.kernels.linear import Weight, linear
 from spmoe_lite.kernels.norm import rms_norm
-from spmoe_lite.kernels.rope import rope
+from spmoe_lite.kernels.rope import rope_and_store
 from spmoe_lite.kvcache import KVCache
 from spmoe_lite.quant import QuantizedMatrix
 
@@ -101,6 +101,7 @@ class Transformer:
 
         The cache grows by len(tokens) when the pass has finished, and not at all if it is aborted.
         """
+        assert kv.length + len(tokens) <= kv.capacity, "the engine fits every pass to the context"
         ids = torch.tensor(tokens, dtype=torch.long).to(self.device, non_blocking=True)
         x = self._embed(ids)
         if self.source is not None:
@@ -129,9 +130,7 @@ class Transformer:
         q, k, v = qkv.split(
             [c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads], 1
         )
-        positions = slice(start, start + rows)
-        q, k = rope(q, k, self.cos[positions], self.sin[positions])
-        kv.write(layer, k, v)
+        q = rope_and_store(q, k, v, self.cos, self.sin, start, kv.keys[layer], kv.values[layer])
         out = attention(q, kv.keys[layer], kv.values[layer], start, c.sliding_window)
         return linear(out.reshape(rows, -1), block.o, block.o_bias)
 

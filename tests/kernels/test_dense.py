@@ -1,4 +1,4 @@
-"""Dense product, RMS norm and rotary embedding: kernel and reference against fp64."""
+"""Dense product and RMS norm: kernel and reference against fp64."""
 
 import pytest
 import torch
@@ -8,8 +8,6 @@ from spmoe_lite.kernels.linear import linear, linear_reference
 from spmoe_lite.kernels.linear_triton import linear_triton, segment_of
 from spmoe_lite.kernels.norm import rms_norm_reference
 from spmoe_lite.kernels.norm_triton import rms_norm_triton
-from spmoe_lite.kernels.rope import rope_reference
-from spmoe_lite.kernels.rope_triton import rope_triton
 from spmoe_lite.quant import QuantizedMatrix, quantize
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -101,35 +99,6 @@ def test_rms_norm(norm, dtype, tokens, hidden, device):
     got = norm(x, weight, 1e-5)
     assert got.dtype == dtype
     assert_near(got, want)
-
-
-@pytest.mark.parametrize("rope", [rope_triton, rope_reference])
-@pytest.mark.parametrize(
-    "tokens, heads, heads_kv, head_dim", [(1, 4, 2, 64), (5, 9, 3, 80), (3, 1, 1, 6)]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rope_is_a_rotation_of_lane_pairs(rope, dtype, tokens, heads, heads_kv, head_dim, device):
-    q = torch.randn(tokens, heads, head_dim).to(device, dtype)
-    k = torch.randn(tokens, heads_kv, head_dim).to(device, dtype)
-    angle = torch.randn(tokens, head_dim // 2, device=device) * 3
-    for got, x in zip(rope(q, k, angle.cos(), angle.sin()), (q, k), strict=True):
-        low, high = x.double().chunk(2, dim=-1)
-        turned = torch.complex(low, high) * torch.exp(1j * angle.double())[:, None]
-        assert got.dtype == dtype and got.shape == x.shape
-        assert_near(got, torch.cat((turned.real, turned.imag), dim=-1))
-
-
-@pytest.mark.parametrize("rope", [rope_triton, rope_reference])
-def test_rope_of_columns_of_one_matrix_is_rope_of_their_copies(rope, device):
-    """q and k as the model has them: a product's columns, tokens further apart than their heads."""
-    q, k, _ = torch.randn(5, 8, 16).to(device).split([4, 3, 1], 1)
-    angle = torch.randn(5, 8, device=device)
-    views = rope(q, k, angle.cos(), angle.sin())
-    copies = rope(q.contiguous(), k.contiguous(), angle.cos(), angle.sin())
-    spread = rope(q.transpose(1, 2).contiguous().transpose(1, 2), k, angle.cos(), angle.sin())
-    for turned, other, third in zip(views, copies, spread, strict=True):
-        assert turned.is_contiguous()
-        assert torch.equal(turned, other) and torch.equal(turned, third)
 
 
 @pytest.mark.parametrize("norm", [rms_norm_triton, rms_norm_reference])

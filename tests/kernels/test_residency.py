@@ -1,0 +1,222 @@
+"""Residency on the device: kernel and reference agree step by step, and keep their laws."""
+
+import random
+
+import pytest
+import torch
+
+from spmoe_lite.kernels import residency, residency_triton
+from spmoe_lite.kernels.residency import EMPTY, FREE, Tables
+
+BOTH = ["reference", "triton"]
+STRIDE = 64 << 10
+
+
+class World:
+    """L layers of E experts whose bytes are their number, Q slots a layer, F landing slots."""
+
+    def __init__(self, how, device, layers=3, experts=8, quota=3, landing=3, k=2, tokens=3):
+        self.how, self.k, self.tokens = how, k, tokens
+        count = layers * experts
+        self.host = torch.arange(count, dtype=torch.uint8).repeat_interleave(STRIDE)
+        self.host = self.host.pin_memory() if device == "cuda" else self.host
+        room = layers * quota + landing
+        self.room = torch.full((room * STRIDE,), 255, dtype=torch.uint8, device=device)
+        base, slab = self.host.data_ptr(), self.room.data_ptr()
+        host = base + STRIDE * torch.arange(count).view(layers, experts)
+        every = slab + STRIDE * torch.arange(room)
+        slots = every[: layers * quota].view(layers, quota).clone()
+        slots[layers - 1, quota - 1] = 0  # the last layer has one slot less
+        self.tables = Tables.make(
+            host, slots, every[layers * quota :].clone(), torch.device(device)
+        )
+        lines = min(experts, k * tokens)
+        self.use = torch.full((lines, 3), 7, dtype=torch.int64, device=device)
+        self.trace = torch.zeros((layers, tokens, k), dtype=torch.int32, device=device)
+        self.device = device
+
+    def __getattr__(self, name):
+        return getattr(residency if self.how == "door" else MODULES[self.how], f"{name}_{self.how}")
+
+    def run_pass(self, chosen):
+        """chosen[layer] [T, k]; the expert kernel's part is done here: read, and write too."""
+        lines = []
+        for layer, rows in enumerate(chosen):
+            experts = torch.tensor(rows, dtype=torch.int32, device=self.device)
+            self.route(self.tables, layer, experts, self.use, self.trace[layer])
+            used = [tuple(line) for line in self.use.tolist() if line[0] >= 0]
+            for expert, read, write in used:
+                assert self.content(read) == layer * self.tables.host.shape[1] + expert
+                if write:
+                    self.set_content(write, self.content(read))
+            lines.append(used)
+        return lines
+
+    def content(self, address):
+        memory, base = self.memory(address)
+        piece = memory[address - base : address - base + STRIDE]
+        assert bool((piece == piece[0]).all())
+        return int(piece[0])
+
+    def set_content(self, address, value):
+        memory, base = self.memory(address)
+        memory[address - base : address - base + STRIDE] = value
+
+    def memory(self, address):
+        for memory in (self.host, self.room):
+            if memory.data_ptr() <= address < memory.data_ptr() + memory.numel():
+                return memory, memory.data_ptr()
+        raise AssertionError(f"{address:#x} is nobody's")
+
+    def accept(self, rows, position):
+        one = {"dtype": torch.int32, "device": self.device}
+        self.credit(
+            self.tables, self.trace, torch.tensor([rows], **one), torch.tensor([position], **one)
+        )
+
+    def state(self):
+        """All tables, addresses relative to their memories so that two worlds compare."""
+
+        def relative(addresses):
+            return [
+                0
+                if a == 0
+                else (a & 1, (a & ~1) - self.memory(a & ~1)[1], self.memory(a & ~1)[0] is self.host)
+                for a in addresses.flatten().tolist()
+            ]
+
+        t = self.tables
+        plain = (t.who, t.age, t.missed, t.progress, t.state, t.arrived)
+        filled = [i if s else 0 for i, s in zip(t.items.tolist(), t.state.tolist(), strict=True)]
+        return (
+            [relative(a) for a in (t.src, t.slots, t.landing)]
+            + [p.tolist() for p in plain]
+            + [filled]
+        )
+
+    def check(self):
+        """Nothing is twice, nothing is lost, and what lies in a slot is what the tables say."""
+        t = self.tables
+        slots = [a for a in t.slots.flatten().tolist() if a] + t.landing.tolist()
+        assert len(set(slots)) == len(slots)
+        for layer, row in enumerate(t.src.tolist()):
+            for expert, address in enumerate(row):
+                assert self.content(address & ~1) == layer * len(row) + expert
+                if address & ~1 != int(t.host[layer, expert]):
+                    places = [i for i, w in enumerate(t.who[layer].tolist()) if w == expert]
+                    assert [int(t.slots[layer, i]) for i in places] == [address] or (
+                        address in t.landing.tolist() and not places
+                    )
+
+
+MODULES = {"reference": residency, "triton": residency_triton}
+
+
+@pytest.mark.parametrize("how", BOTH)
+def test_a_missing_expert_takes_the_oldest_slot_outside_the_union(how, device):
+    world = World(how, device)
+    assert [line[0] for line in world.run_pass([[[0, 1], [2, 1], [0, 2]]] * 3)[0]] == [0, 1, 2]
+    assert world.tables.missed.tolist() == [[1, 1, 1, 0, 0, 0, 0, 0]] * 3
+    world.accept(3, 10)  # 0 and 2 last used at 12, 1 at 11
+    assert world.tables.age[0].tolist() == [12, 11, 12, -1, -1, -1, -1, -1]
+    lines = world.run_pass([[[3, 0], [3, 0], [3, 0]]] * 3)
+    assert world.tables.who.tolist()[:2] == [[0, 3, 2]] * 2  # 1 was the oldest
+    assert [bool(write) for _, _, write in lines[0]] == [False, True]
+    world.check()
+
+
+@pytest.mark.parametrize("how", BOTH)
+def test_a_union_larger_than_the_share_is_used_without_being_kept(how, device):
+    world = World(how, device)
+    world.run_pass([[[0, 1], [2, 0], [0, 1]]] * 3)
+    world.accept(3, 0)
+    lines = world.run_pass([[[0, 1], [2, 3], [4, 5]]] * 3)
+    assert [line[0] for line in lines[0]] == [0, 1, 2, 3, 4, 5]
+    assert all(write == 0 for *_, write in lines[0])  # all three slots are of the union
+    world.check()
+
+
+@pytest.mark.parametrize("how", BOTH)
+def test_rejected_rows_do_not_refresh(how, device):
+    world = World(how, device)
+    world.run_pass([[[0, 1], [2, 3], [4, 5]]] * 3)
+    world.accept(1, 5)
+    assert world.tables.age[1].tolist() == [5, 5, -1, -1, -1, -1, -1, -1]
+
+
+@pytest.mark.parametrize("how", BOTH)
+def test_predicted_experts_land_are_read_and_join_their_layer(how, device):
+    world = World(how, device)
+    t = world.tables
+    world.run_pass([[[0, 1], [2, 0], [0, 1]]] * 3)
+    world.accept(3, 0)
+    t.progress.fill_(-1)
+    predicted = torch.tensor([[0, 5], [6, 7]], dtype=torch.int32, device=device)
+    world.stage(t, predicted)
+    assert t.items.tolist() == [5, 8 + 6, 8 + 7] and t.state.tolist() == [1, 1, 1]
+    world.stage(t, predicted)  # in flight, and nothing free
+    world.fetch(t, STRIDE)
+    assert t.state.tolist() == [2, 2, 2]
+    world.check()
+    lines = world.run_pass([[[5, 0], [5, 0], [5, 0]], [[6, 1], [6, 1], [6, 1]], [[0, 1]] * 3])
+    assert t.missed.tolist() == [[0] * 8] * 3 and all(w == 0 for line in lines for *_, w in line)
+    world.accept(3, 3)
+    landed = t.landing.tolist()
+    world.settle(t)
+    assert t.state.tolist() == [FREE] * 3 and set(t.landing.tolist()).isdisjoint(landed[:2])
+    assert 5 in t.who[0].tolist() and 6 in t.who[1].tolist()
+    assert 7 not in t.who[1].tolist()  # never used: its layer's slots were all used since
+    world.check()
+
+
+@pytest.mark.parametrize("how", BOTH)
+def test_what_is_late_is_given_up(how, device):
+    world = World(how, device)
+    t = world.tables
+    t.progress.fill_(-1)
+    world.stage(t, torch.tensor([[1, 2], [3, 4]], dtype=torch.int32, device=device))
+    experts = torch.tensor([[1, 6]] * 3, dtype=torch.int32, device=device)
+    world.route(t, 0, experts, world.use, world.trace[0])  # 1 is being copied: read, not kept
+    assert [bool(line[2]) for line in world.use.tolist()[:2]] == [False, True]
+    assert all(line[1] & 1 == 0 for line in world.use.tolist()[:2])
+    world.set_content(world.use.tolist()[1][2], 6)
+    world.fetch(t, STRIDE)
+    assert t.state.tolist() == [0, 0, 2]  # layer 0 has begun, layer 1 has not
+    world.check()
+    world.stage(t, torch.tensor([[7, 7]], dtype=torch.int32, device=device))
+    assert t.state.tolist() == [0, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "quota", "landing", "k", "tokens"),
+    [(3, 8, 3, 3, 2, 3), (2, 20, 7, 5, 3, 5), (2, 8, 8, 1, 2, 1), (1, 33, 5, 2, 4, 9)],
+)
+def test_kernel_and_reference_stay_the_same(layers, experts, quota, landing, k, tokens, device):
+    draw = random.Random(layers * experts)
+    worlds = [World(how, device, layers, experts, quota, landing, k, tokens) for how in BOTH]
+    position = 0
+    for _ in range(25 if device == "cuda" else 6):
+        hot = draw.sample(range(experts), min(experts, k + 2))
+        rows = [[draw.sample(hot, k) for _ in range(tokens)] for _ in range(layers)]
+        predicted = [draw.sample(hot, k) for _ in range(layers)]
+        accepted = draw.randint(1, tokens)
+        late = draw.random() < 0.3
+        for world in worlds:
+            t = world.tables
+            t.progress.fill_(-1)
+            world.stage(t, torch.tensor(predicted, dtype=torch.int32, device=device))
+            if not late:
+                world.fetch(t, STRIDE)
+            world.run_pass(rows)
+            if late:
+                world.fetch(t, STRIDE)
+            world.accept(accepted, position)
+            world.settle(t)
+            world.check()
+        assert worlds[0].state() == worlds[1].state()
+        position += accepted
+
+
+def test_no_slot_is_empty_only_where_there_is_none(device):
+    who = World("reference", device).tables.who
+    assert who.tolist() == [[EMPTY] * 3, [EMPTY] * 3, [EMPTY, EMPTY, residency.NO_SLOT]]
