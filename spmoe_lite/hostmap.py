@@ -6,10 +6,8 @@ with the CUDA runtime as one span. Copies from there run at the speed of the bus
 copy, and the only memory it takes is the page cache, which then stays. On the CPU an address is the
 mapping's own and nothing is locked: what runs on addresses is tested without a GPU.
 
-A read-only mapping must be registered with the read-only flag: without it the call fails, and its error
-would come back from the next kernel launch. WSL, Windows and some containers refuse beyond a quota far
-below RAM. What is refused has no address, and is copied through the slab's ring instead; one warning says
-so. Refusals change speed alone.
+WSL, Windows and some containers refuse beyond a quota far below RAM. What is refused has no address, and
+is copied through the slab's ring instead; one warning says so. Refusals change speed alone.
 
 Interrupts: a span is noted before it is registered, so that `close` finds it whatever came between.
 """
@@ -24,14 +22,12 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from spmoe_lite.device import current, synchronize
-from spmoe_lite.errors import SpmoeError
+from spmoe_lite.cudart import Cuda, Refused
 from spmoe_lite.progress import OnProgress, Progress, check, size
 
 if TYPE_CHECKING:
@@ -40,14 +36,8 @@ if TYPE_CHECKING:
 PIECE = 16 << 20  # bytes of one read, and between two looks at `cancel`
 READERS = min(8, os.cpu_count() or 1)
 SHARE = 0.75  # of available RAM, by default; what is page-locked is lost to every other program
-MAPPED_READ_ONLY = 2 | 8  # cudaHostRegisterMapped | cudaHostRegisterReadOnly
-BY_ADDRESS = 4  # cudaMemcpyDefault: the runtime knows which memory an address is of
 
 log = logging.getLogger("spmoe_lite")
-
-
-class Refused(Exception):
-    """The system does not page-lock this memory; the message is its reason."""
 
 
 class _Span(NamedTuple):
@@ -113,9 +103,13 @@ class HostMap:
         if self._driver is not None and self._registered:
             self._driver.synchronize()
             while self._registered:
-                self._driver.unregister(self._registered[-1])
-                self._registered.pop()
+                self._unregister_last()
         self._views.clear()
+
+    def _unregister_last(self) -> None:
+        assert self._driver is not None
+        self._driver.unregister(self._registered[-1])
+        self._registered.pop()
 
     def _pin_layers(
         self, budget: int, on_progress: OnProgress | None, cancel: threading.Event | None
@@ -180,6 +174,9 @@ class HostMap:
             address = self._driver.register(begin, end - begin)
         except Refused:
             self._registered.pop()
+            if self._registered:  # of a quota torch and the driver need some too
+                self._spans.popitem()
+                self._unregister_last()
             raise
         self._spans[layer] = _Span(address + start - begin, count)
 
@@ -192,53 +189,6 @@ def default_pin(pack: Pack, available_ram: int) -> int:
     return min(pack.config.num_hidden_layers, int(available_ram * SHARE) // layer) * layer
 
 
-def copy_to_device(address: int, source: int, size: int, stream: torch.cuda.Stream | None) -> None:
-    """Order a copy of `size` bytes on the stream; without a stream, copy now within RAM.
-
-    `source` is a `HostMap.address`. Returns at once, other threads run meanwhile.
-    """
-    if stream is None:
-        ctypes.memmove(address, source, size)
-    elif code := _cudart().cudaMemcpyAsync(address, source, size, BY_ADDRESS, stream.cuda_stream):
-        raise SpmoeError(f"copying {size} bytes to the GPU failed: {_reason(code)}")
-
-
-class Cuda:
-    """What the CUDA runtime does for `HostMap`, on one device; tests put another in its place."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-
-    def register(self, address: int, size: int) -> int:
-        """Page-lock `size` bytes from `address` on, both multiples of the page; return the device's address.
-
-        Raises `Refused`, and leaves no error behind in the runtime.
-        """
-        try:
-            runtime = _cudart()
-        except OSError as error:
-            raise Refused(str(error)) from error
-        with current(self._device):
-            if code := runtime.cudaHostRegister(address, size, MAPPED_READ_ONLY):
-                raise Refused(_reason(code))
-            seen = ctypes.c_void_p()
-            if code := runtime.cudaHostGetDevicePointer(ctypes.byref(seen), address, 0):
-                runtime.cudaHostUnregister(address)
-                raise Refused(_reason(code))
-        assert seen.value is not None
-        return seen.value
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`; of an address that is not registered, nothing."""
-        with current(self._device):
-            if code := _cudart().cudaHostUnregister(address):
-                log.debug("unregistering host memory: %s", _reason(code))
-
-    def synchronize(self) -> None:
-        with suppress(RuntimeError):  # whoever used the device has been told
-            synchronize(self._device)
-
-
 def _share_out(pack: Pack, budget: int) -> list[int]:
     """How many experts of each layer `budget` bytes pay for."""
     counts: list[int] = []
@@ -248,27 +198,6 @@ def _share_out(pack: Pack, budget: int) -> list[int]:
             counts.append(min(experts, pack.config.num_local_experts))
             experts -= counts[-1]
     return counts
-
-
-@functools.cache
-def _cudart() -> Any:
-    """The CUDA runtime that torch has loaded, found again by its name; OSError if there is none."""
-    major = str(torch.version.cuda).partition(".")[0]
-    runtime = ctypes.CDLL(f"cudart64_{major}.dll" if os.name == "nt" else f"libcudart.so.{major}")
-    pointer, count, flags = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
-    runtime.cudaHostRegister.argtypes = pointer, count, flags
-    runtime.cudaHostUnregister.argtypes = (pointer,)
-    runtime.cudaHostGetDevicePointer.argtypes = ctypes.POINTER(pointer), pointer, flags
-    runtime.cudaMemcpyAsync.argtypes = pointer, pointer, count, ctypes.c_int, pointer
-    runtime.cudaGetErrorString.restype = ctypes.c_char_p
-    return runtime
-
-
-def _reason(code: int) -> str:
-    """The runtime's words for an error, which is also taken off the calling thread."""
-    runtime = _cudart()
-    runtime.cudaGetLastError()
-    return f"CUDA error {code}: {runtime.cudaGetErrorString(code).decode()}"
 
 
 @functools.cache

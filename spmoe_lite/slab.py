@@ -1,26 +1,34 @@
 """The slab: one tensor of equal slots that the expert kernels read, and the copies that fill it.
 
-Two slabs with the same five methods. `HostSlab` lives in RAM and copies at once. `DeviceSlab` lives in
-VRAM: bytes go from the pack into a pinned ring and from there to the slot on a copy stream, and a slot is
-a two-event handshake. The copy stream waits for the slot's last reader before it overwrites it; the
-compute stream waits for the slot's fill before it reads it. The host waits for a ring buffer only.
+Two slabs with the same six methods. `HostSlab` lives in RAM and copies at once. `DeviceSlab` lives in
+VRAM, and a slot is a two-event handshake: the copy stream waits for the slot's last reader before it
+overwrites it, the compute stream waits for the slot's fill before it reads it. An expert in page-locked
+memory goes to its slot in one copy (`fill_from`). Any other is read from the pack into a pinned ring, each
+piece by several threads since one moves less than a tenth of what the bus does, and goes on from there
+(`fill`); the host waits for a ring buffer only.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 import torch
 
+from spmoe_lite.cudart import copy_to_device
 from spmoe_lite.device import host_buffer
 from spmoe_lite.errors import CapacityError
 
 ReadExpert = Callable[[np.ndarray, int], None]  # fills a uint8 array from an offset in the expert
 RING_BUFFERS = 4
 RING_BYTES = 16 << 20  # a power of two: pinned allocations are rounded up to one
+READERS = min(8, os.cpu_count() or 1)  # threads that fill a ring buffer
+PART = 1 << 20  # bytes a thread reads at least: handing it over costs what 100 kB do
 
 
 def make_slab(num_slots: int, stride: int, device: torch.device) -> HostSlab | DeviceSlab:
@@ -48,6 +56,9 @@ class HostSlab:
     def fill(self, slot: int, read: ReadExpert) -> None:
         read(self._rows[slot], 0)
 
+    def fill_from(self, slot: int, source: int) -> None:
+        copy_to_device(self.address(slot), source, self.slots.shape[1], None)
+
     def arrived(self, slot: int) -> bool:
         return True
 
@@ -59,7 +70,7 @@ class HostSlab:
 
 
 class DeviceSlab:
-    """Slots in VRAM; `fill` returns when the copy is ordered, `wait_filled` orders readers after it."""
+    """Slots in VRAM; a fill returns when the copy is ordered, `wait_filled` orders readers after it."""
 
     def __init__(self, num_slots: int, stride: int, device: torch.device):
         self.slots = torch.empty((num_slots, stride), dtype=torch.uint8, device=device)
@@ -68,16 +79,31 @@ class DeviceSlab:
         self._last_read: list[torch.cuda.Event | None] = [None] * num_slots
         size = min(stride, RING_BYTES)
         self._ring = itertools.cycle([_Buffer(size) for _ in range(RING_BUFFERS)])
+        self._readers = ThreadPoolExecutor(READERS, "spmoe-read")
+        weakref.finalize(self, self._readers.shutdown)
 
     def address(self, slot: int) -> int:
         return self.slots.data_ptr() + slot * self.slots.shape[1]
 
     def fill(self, slot: int, read: ReadExpert) -> None:
-        if (last_read := self._last_read[slot]) is not None:
-            self._stream.wait_event(last_read)
+        """Fill a slot through the ring; `read` is called by several threads at once."""
+        self._wait_read(slot)
         stride = self.slots.shape[1]
         for offset in range(0, stride, RING_BYTES):
             self._send(slot, offset, min(RING_BYTES, stride - offset), read)
+        self._mark_filled(slot)
+
+    def fill_from(self, slot: int, source: int) -> None:
+        """Fill a slot from the address of an expert in page-locked memory (`HostMap.address`)."""
+        self._wait_read(slot)
+        copy_to_device(self.address(slot), source, self.slots.shape[1], self._stream)
+        self._mark_filled(slot)
+
+    def _wait_read(self, slot: int) -> None:
+        if (last_read := self._last_read[slot]) is not None:
+            self._stream.wait_event(last_read)
+
+    def _mark_filled(self, slot: int) -> None:
         filled = torch.cuda.Event()
         filled.record(self._stream)
         self._filled[slot] = filled
@@ -87,11 +113,27 @@ class DeviceSlab:
         buffer = next(self._ring)
         with buffer.lock:
             buffer.sent.synchronize()
-            read(buffer.array[:size], offset)
+            if buffer.being_read:  # Ctrl-C took the thread that waited; the readers may still write
+                buffer.allocate()
+            buffer.being_read = True
+            parts = self._read_parts(buffer.array[:size], offset, read)
+            wait(parts)
+            buffer.being_read = False
+            try:
+                for done in map(Future.result, parts):
+                    assert done is None
+            finally:
+                parts.clear()  # an error and its traceback would hold each other
             with torch.cuda.stream(self._stream):
                 piece = self.slots[slot, offset : offset + size]
                 piece.copy_(buffer.tensor[:size], non_blocking=True)
                 buffer.sent.record(self._stream)
+
+    def _read_parts(self, out: np.ndarray, offset: int, read: ReadExpert) -> list[Future[None]]:
+        """Have the readers fill `out` from byte `offset` of an expert."""
+        part = max(PART, -(-len(out) // READERS))
+        starts = range(0, len(out), part)
+        return [self._readers.submit(read, out[i : i + part], offset + i) for i in starts]
 
     def arrived(self, slot: int) -> bool:
         event = self._filled[slot]
@@ -115,6 +157,12 @@ class _Buffer:
 
     def __init__(self, size: int):
         self.lock = threading.Lock()
-        self.tensor = host_buffer((size,), torch.uint8)
-        self.array = self.tensor.numpy()
         self.sent = torch.cuda.Event()
+        self.being_read = False
+        self._size = size
+        self.allocate()
+
+    def allocate(self) -> None:
+        self.tensor = host_buffer((self._size,), torch.uint8)
+        self.array = self.tensor.numpy()
+        self.being_read = False

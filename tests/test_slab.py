@@ -1,6 +1,11 @@
 """The device slab's ring on a machine without a GPU: streams and events are stood in for, bytes are real."""
 
+import ctypes
+import gc
+import itertools
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 
 import numpy as np
@@ -35,6 +40,7 @@ class FakeStream:
 def device_slab(monkeypatch):
     """A `DeviceSlab` of 6 slots whose pieces are 64 bytes; the last one of an expert is shorter."""
     monkeypatch.setattr(slab, "RING_BYTES", 64)
+    monkeypatch.setattr(slab, "READERS", 3)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
@@ -63,6 +69,120 @@ def test_an_expert_goes_through_the_ring_in_pieces(device_slab):
     device_slab.fill(3, read)
     assert (device_slab.slots[3].numpy() == expert).all()
     assert sizes == [(offset, min(64, STRIDE - offset)) for offset in range(0, STRIDE, 64)]
+
+
+@pytest.fixture
+def parted_slab(device_slab, monkeypatch):
+    """The same with three threads to a piece, of at least 16 bytes each."""
+    monkeypatch.setattr(slab, "PART", 16)
+    return device_slab
+
+
+def test_several_threads_read_one_piece(parted_slab):
+    sizes, threads = [], set()
+    expert, read = reader(1, sizes)
+    together = threading.Barrier(3)
+
+    def meeting(out, offset):
+        if offset < 64:
+            together.wait(timeout=20)
+        threads.add(threading.current_thread().name)
+        read(out, offset)
+
+    parted_slab.fill(3, meeting)
+    assert (parted_slab.slots[3].numpy() == expert).all()
+    assert sorted(sizes)[:4] == [(0, 22), (22, 22), (44, 20), (64, 22)]
+    assert sum(size for _, size in sizes) == STRIDE
+    assert {name.rpartition("_")[0] for name in threads} == {"spmoe-read"}
+
+
+def test_a_reader_s_error_is_raised_when_the_others_are_done(parted_slab):
+    reading = []
+
+    def failing(out, offset):
+        if offset == 0:
+            raise OSError("gone")
+        time.sleep(0.05)
+        reading.append(offset)
+
+    for turn in range(1, 6):
+        with pytest.raises(OSError, match="gone"):
+            parted_slab.fill(0, failing)
+        assert len(reading) == 2 * turn
+    expert, read = reader(9)
+    parted_slab.fill(0, read)
+    assert (parted_slab.slots[0].numpy() == expert).all()
+
+
+def test_kind_l_o36_readers_that_ctrl_c_left_behind_spoil_nothing(parted_slab, monkeypatch):
+    """The thread that waits for the readers is taken away; they go on writing, into a buffer of the past."""
+    go_on = threading.Event()
+
+    def held_up(out, offset):
+        go_on.wait(20)
+        out[:] = 255
+
+    def interrupted(parts):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slab, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            parted_slab.fill(0, held_up)
+    buffers = [next(parted_slab._ring) for _ in range(slab.RING_BUFFERS)]
+    assert sum(buffer.being_read for buffer in buffers) == 1
+    parted_slab._readers = ThreadPoolExecutor(3)  # the others are held up
+    pieces = itertools.count(1)
+
+    def waiting(parts):
+        wait(parts)
+        if (
+            next(pieces) == slab.RING_BUFFERS
+        ):  # the same buffer's turn has come, and its bytes are read
+            go_on.set()
+            time.sleep(0.1)
+
+    monkeypatch.setattr(slab, "wait", waiting)
+    for slot in range(6):
+        expert, read = reader(slot)
+        parted_slab.fill(slot, read)
+        assert (parted_slab.slots[slot].numpy() == expert).all()
+
+
+def test_the_readers_end_with_the_slab(device_slab):
+    made = slab.DeviceSlab(1, STRIDE, torch.device("cpu"))
+    made.fill(0, reader(1)[1])
+    before = {t for t in threading.enumerate() if t.name.startswith("spmoe-read")}
+    assert before
+    del made
+    gc.collect()
+    assert not before & set(threading.enumerate())
+
+
+@pytest.mark.parametrize("kind", ["device_slab", "host_slab"])
+def test_an_expert_in_page_locked_memory_is_one_copy(kind, request, monkeypatch):
+    made = request.getfixturevalue(kind)
+    expert, copies = reader(1)[0], []
+
+    def copy(address, source, size, stream):
+        copies.append((size, stream))
+        ctypes.memmove(address, source, size)
+
+    monkeypatch.setattr(slab, "copy_to_device", copy)
+    made.fill_from(2, expert.ctypes.data)
+    assert (made.slots[2].numpy() == expert).all()
+    assert copies == [(STRIDE, getattr(made, "_stream", None))]
+    if kind == "device_slab":
+        made.wait_filled([2])
+        assert made.compute.waited == [made._filled[2]]
+        made.mark_read([2])
+        made.fill_from(2, expert.ctypes.data)
+        assert made._stream.waited == [made._last_read[2]]
+
+
+@pytest.fixture
+def host_slab():
+    return slab.HostSlab(6, STRIDE, torch.device("cpu"))
 
 
 def test_two_threads_share_the_ring(device_slab):
