@@ -8,9 +8,9 @@ the device can read. Bit 0 of an address in host memory says that `fetch` is cop
              lies in host memory take the layer's next victim, and say in `use` that the expert kernel
              is to read host memory and write what it read into that slot
     credit   after the pass, for the rows that were accepted: the expert's last use is their position
-    stage    choose what to copy of what a draft token's states point at: deadline order, absent
-             experts only, as many as there are free landing slots
-    fetch    copy it; publish each expert when it has arrived
+    stage    after a draft token: choose what to copy of what its states point at, in the order of
+             the layers, absent experts only, as many as there are free landing slots
+    fetch    copy what one `stage` chose; publish each expert when it has arrived
     settle   trade a landing slot that was filled for the oldest slot of its layer
 
 The victim is the least recently used expert of the same layer outside the union; empty slots come
@@ -18,9 +18,10 @@ first, equal ages by id. Where the union leaves no victim, the expert is used fr
 not kept. Eviction is safe without a lock: whoever reads a slot was launched on the same stream
 before `route`, and its next readers are those of the next pass.
 
-`route`, `credit` and `settle` run on the stream of the passes, `stage` and `fetch` on another one.
-The two sides own different slots: a slot of `slots` is written by the passes only, a landing slot
-by `fetch` only, and `settle` waits for it. An address in `src` changes hands by compare and swap.
+`fetch` runs on a stream of its own, all others on that of the passes. The two sides own different
+slots: a slot of `slots` is written by the passes only, a landing slot by `fetch` only, and `settle`
+waits for it. An expert that is being copied is read from host memory and not kept by the passes,
+so only `fetch` changes its address.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from dataclasses import dataclass
 import torch
 
 EMPTY, NO_SLOT = -1, -2
-FREE, FILLING, FILLED = 0, 1, 2
+FREE, FILLED, FILLING = 0, 1, 2  # FILLING + i: by the i-th `fetch` of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,8 @@ class Tables:
     progress: torch.Tensor  # [1] int32: the layer at hand; before it all predictions are late
     landing: torch.Tensor  # [F] int64: addresses of landing slots
     items: torch.Tensor  # [F] int32: layer * E + expert that a landing slot is for
-    state: torch.Tensor  # [F] int32: FREE, FILLING, FILLED
+    state: torch.Tensor  # [F] int32: FREE, FILLED, or FILLING and the number of its `fetch`
     arrived: torch.Tensor  # [F] int32: programs of `fetch` that have copied their share
-    spare: torch.Tensor  # int64, for swaps that are not to happen
 
     @staticmethod
     def make(
@@ -73,7 +73,6 @@ class Tables:
             items=zeros(len(landing)),
             state=zeros(len(landing)),
             arrived=zeros(len(landing)),
-            spare=torch.zeros(2 * host.numel() + 16, dtype=torch.int64, device=device),
         )
 
 
@@ -103,24 +102,30 @@ def credit(tables: Tables, trace: torch.Tensor, rows: torch.Tensor, position: to
         credit_reference(tables, trace, rows, position)
 
 
-def stage(tables: Tables, predicted: torch.Tensor) -> None:
-    """predicted [P, k] int32, experts of layers 0 .. P - 1: give the absent ones landing slots."""
+def stage(
+    tables: Tables, predicted: torch.Tensor, cutoff: torch.Tensor, number: torch.Tensor
+) -> None:
+    """predicted [L, n] int32: give the absent ones of the first `cutoff` [1] layers landing slots.
+
+    number [1] int32, from 0, is that of the `fetch` which is to copy them. Runs before the pass that
+    will want them, and after `settle` of the one before. CPU tensors take the reference.
+    """
     if predicted.is_cuda:
         from .residency_triton import stage_triton
 
-        stage_triton(tables, predicted)
+        stage_triton(tables, predicted, cutoff, number)
     else:
-        stage_reference(tables, predicted)
+        stage_reference(tables, predicted, cutoff, number)
 
 
-def fetch(tables: Tables, size: int) -> None:
-    """Copy the `size` bytes of every expert that `stage` chose, unless its layer has begun."""
+def fetch(tables: Tables, size: int, number: int) -> None:
+    """Copy the `size` bytes of the experts that `stage` gave this number, unless their layer has begun."""
     if tables.src.is_cuda:
         from .residency_triton import fetch_triton
 
-        fetch_triton(tables, size)
+        fetch_triton(tables, size, number)
     else:
-        fetch_reference(tables, size)
+        fetch_reference(tables, size, number)
 
 
 def settle(tables: Tables) -> None:
@@ -167,29 +172,26 @@ def credit_reference(
             tables.age[layer, trace[layer, row].long()] = int(position) + row
 
 
-def stage_reference(tables: Tables, predicted: torch.Tensor) -> None:
+def stage_reference(
+    tables: Tables, predicted: torch.Tensor, cutoff: torch.Tensor, number: torch.Tensor
+) -> None:
     """The same by torch."""
     experts = tables.host.shape[1]
     free = [i for i, state in enumerate(tables.state.tolist()) if state == FREE]
-    for layer, row in enumerate(predicted.tolist()):
+    for layer, row in enumerate(predicted[: int(cutoff)].tolist()):
         for expert in row:
-            if not free:
-                return
-            if (
-                layer > int(tables.progress)
-                and tables.src[layer, expert] == tables.host[layer, expert]
-            ):
+            if free and tables.src[layer, expert] == tables.host[layer, expert]:
                 tables.src[layer, expert] |= 1
                 slot = free.pop(0)
                 tables.items[slot] = layer * experts + expert
-                tables.state[slot] = FILLING
+                tables.state[slot] = FILLING + int(number)
 
 
-def fetch_reference(tables: Tables, size: int) -> None:
+def fetch_reference(tables: Tables, size: int, number: int) -> None:
     """The same by torch."""
     experts = tables.host.shape[1]
     for slot, state in enumerate(tables.state.tolist()):
-        if state != FILLING:
+        if state != FILLING + number:
             continue
         layer, expert = divmod(int(tables.items[slot]), experts)
         host = int(tables.host[layer, expert])

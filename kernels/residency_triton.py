@@ -133,12 +133,12 @@ def _credit_kernel(
 @triton.jit
 def _stage_kernel(
     predicted_ptr,  # [ITEMS] int32, CHOICES of each layer
+    cutoff_ptr,
+    number_ptr,
     src_ptr,  # [L, E] int64
     host_ptr,
-    progress_ptr,
     items_ptr,  # [F] int32
     state_ptr,
-    spare_ptr,  # int64 that nobody reads
     E: tl.constexpr,
     F: tl.constexpr,
     ITEMS: tl.constexpr,
@@ -146,29 +146,29 @@ def _stage_kernel(
     BLOCK_I: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    i, f = tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_F)
-    layer = i // CHOICES
-    expert = tl.load(predicted_ptr + i, mask=i < ITEMS, other=0)
-    item = layer * E + expert
-    src = tl.load(src_ptr + item, mask=i < ITEMS, other=0)
-    host = tl.load(host_ptr + item, mask=i < ITEMS, other=1)
-    progress = tl.load(progress_ptr, volatile=True)
-    absent = (src == host) & (layer > progress)
-    rank = tl.cumsum(absent.to(tl.int32), axis=0) - 1
-    free = tl.load(state_ptr + f, mask=f < F, other=_FILLED) == _FREE
-    place = tl.cumsum(free.to(tl.int32), axis=0) - 1
-    match = absent[:, None] & free[None, :] & (rank[:, None] == place[None, :])
-    goes = tl.max(match.to(tl.int32), axis=1) != 0
-    # No mask in a compare and swap: the others swap a word of their own.
-    at = tl.where(goes, src_ptr + item, spare_ptr + i)
-    swapped = tl.atomic_cas(at, host, host | 1) == host
-    won = match & swapped[:, None]
-    comes = tl.max(tl.where(won, item[:, None], -1), axis=0)
+    f = tl.arange(0, BLOCK_F)
+    state = tl.load(state_ptr + f, mask=f < F, other=_FILLED)
+    place = tl.cumsum((state == _FREE).to(tl.int32), axis=0) - 1
+    place = tl.where(state == _FREE, place, -1)  # of each free landing slot
+    taken, comes = 0, tl.full((BLOCK_F,), -1, tl.int32)
+    for low in range(0, ITEMS, BLOCK_I):
+        i = low + tl.arange(0, BLOCK_I)
+        inside = (i < ITEMS) & (i // CHOICES < tl.load(cutoff_ptr))
+        item = i // CHOICES * E + tl.load(predicted_ptr + i, mask=inside, other=0)
+        src = tl.load(src_ptr + item, mask=inside, other=0)
+        absent = inside & (src == tl.load(host_ptr + item, mask=inside, other=1))
+        rank = taken + tl.cumsum(absent.to(tl.int32), axis=0) - 1
+        match = absent[:, None] & (rank[:, None] == place[None, :])
+        goes = tl.max(match.to(tl.int32), axis=1) != 0
+        tl.store(src_ptr + item, src | 1, mask=goes)
+        comes = tl.maximum(comes, tl.max(tl.where(match, item[:, None], -1), axis=0))
+        taken += tl.sum(absent.to(tl.int32), axis=0)
     tl.store(items_ptr + f, comes, mask=comes >= 0)
-    tl.store(state_ptr + f, tl.full((BLOCK_F,), _FILLING, tl.int32), mask=comes >= 0)
+    filling = tl.zeros((BLOCK_F,), tl.int32) + _FILLING + tl.load(number_ptr)
+    tl.store(state_ptr + f, filling, mask=comes >= 0)
 
 
-@triton.jit(do_not_specialize=["num_words"])
+@triton.jit(do_not_specialize=["num_words", "number"])
 def _fetch_kernel(
     src_ptr,
     host_ptr,
@@ -178,6 +178,7 @@ def _fetch_kernel(
     state_ptr,
     arrived_ptr,
     num_words,
+    number,
     E: tl.constexpr,
     F: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -185,7 +186,7 @@ def _fetch_kernel(
 ):
     program, w = tl.program_id(0), tl.arange(0, BLOCK)
     for f in range(F):
-        if tl.load(state_ptr + f, volatile=True) == _FILLING:
+        if tl.load(state_ptr + f, volatile=True) == _FILLING + number:
             item = tl.load(items_ptr + f)
             address, landing = tl.load(host_ptr + item), tl.load(landing_ptr + f)
             late = (item // E <= tl.load(progress_ptr, volatile=True)).to(tl.int32)
@@ -200,11 +201,9 @@ def _fetch_kernel(
             before = tl.atomic_add(arrived_ptr + f, 1 + late * 65536, sem="acq_rel")
             if before % 65536 == PROGRAMS - 1:
                 tl.store(arrived_ptr + f, 0)
-                given_up = (before + late * 65536) >= 65536
-                now = tl.where(given_up, address, landing)
-                held = tl.atomic_cas(src_ptr + item, address | 1, now, sem="acq_rel")
-                filled = (held == address | 1) & (given_up == 0)
-                tl.store(state_ptr + f, tl.where(filled, _FILLED, _FREE))
+                given_up = before + late * 65536 >= 65536
+                tl.atomic_xchg(src_ptr + item, tl.where(given_up, address, landing), sem="release")
+                tl.store(state_ptr + f, tl.where(given_up, _FREE, _FILLED))
 
 
 @triton.jit
@@ -290,22 +289,23 @@ def credit_triton(
     )  # fmt: skip
 
 
-def stage_triton(tables: Tables, predicted: torch.Tensor) -> None:
+def stage_triton(
+    tables: Tables, predicted: torch.Tensor, cutoff: torch.Tensor, number: torch.Tensor
+) -> None:
     """Launch `stage`."""
     count = predicted.numel()
     _stage_kernel[(1,)](
-        predicted, tables.src, tables.host, tables.progress, tables.items, tables.state,
-        tables.spare, E=tables.host.shape[1], F=len(tables.items), ITEMS=count,
-        CHOICES=predicted.shape[1], BLOCK_I=_block(count), BLOCK_F=_block(len(tables.items)),
-        num_warps=8, enable_fp_fusion=True,
+        predicted, cutoff, number, tables.src, tables.host, tables.items, tables.state,
+        E=tables.host.shape[1], F=len(tables.items), ITEMS=count, CHOICES=predicted.shape[1],
+        BLOCK_I=64, BLOCK_F=_block(len(tables.items)), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
-def fetch_triton(tables: Tables, size: int) -> None:
+def fetch_triton(tables: Tables, size: int, number: int) -> None:
     """Launch `fetch`."""
     _fetch_kernel[(COPY_PROGRAMS,)](
         tables.src, tables.host, tables.progress, tables.landing, tables.items, tables.state,
-        tables.arrived, size // 4, E=tables.host.shape[1], F=len(tables.items),
+        tables.arrived, size // 4, number, E=tables.host.shape[1], F=len(tables.items),
         PROGRAMS=COPY_PROGRAMS, BLOCK=COPY_WORDS, num_warps=8, enable_fp_fusion=True,
     )  # fmt: skip
 

@@ -103,53 +103,74 @@ class Transformer:
         """
         assert kv.length + len(tokens) <= kv.capacity, "the engine fits every pass to the context"
         ids = torch.tensor(tokens, dtype=torch.long).to(self.device, non_blocking=True)
-        x = self._embed(ids)
         if self.source is not None:
             self.source.begin_pass(len(tokens))
+        logits = self.run(ids, kv, kv.length, self.source, logits_rows, on_attention)
+        kv.length += len(tokens)
+        return logits
+
+    def run(
+        self,
+        ids: torch.Tensor,
+        kv: KVCache,
+        start: int | torch.Tensor,
+        source: ExpertSource | None,
+        logits_rows: int,
+        on_attention: OnAttention | None = None,
+    ) -> torch.Tensor:
+        """The pass itself: ids [T] at the positions from `start` on; logits [logits_rows, V].
+
+        `start` is a number, or int32 [1] on the device: then nothing here depends on what the host
+        knows of the conversation, and the launches can be captured in a graph.
+        """
+        x, eps = self._embed(ids), self.config.rms_norm_eps
         for layer, block in enumerate(self.blocks):
-            x = x + self._attend(layer, block, x, kv)
+            x = self._attend(layer, block, x, kv, start)
             if on_attention is not None:
                 on_attention(layer, x)
             if block.router is not None:
-                x = x + self._experts(layer, block, x)
+                x = self._experts(layer, block, x, source)
             else:
-                x = x + _mlp(block, rms_norm(x, block.post_norm, self.config.rms_norm_eps))
-        kv.length += len(tokens)
-        last = rms_norm(x[len(tokens) - logits_rows :], self.norm, self.config.rms_norm_eps)
-        return linear(last, self.head)
+                x = _mlp(block, rms_norm(x, block.post_norm, eps), x)
+        return linear(rms_norm(x[len(ids) - logits_rows :], self.norm, eps), self.head)
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         if isinstance(self.embed, QuantizedMatrix):
             return self.embed.rows_of(ids, self.dtype)
         return F.embedding(ids, self.embed)
 
-    def _attend(self, layer: int, block: Block, x: torch.Tensor, kv: KVCache) -> torch.Tensor:
-        c, rows, start = self.config, len(x), kv.length
+    def _attend(
+        self, layer: int, block: Block, x: torch.Tensor, kv: KVCache, start: int | torch.Tensor
+    ) -> torch.Tensor:
+        c, rows = self.config, len(x)
         n = rms_norm(x, block.input_norm, c.rms_norm_eps)
         qkv = linear(n, block.qkv, block.qkv_bias).view(rows, -1, c.head_dim)
         q, k, v = qkv.split(
             [c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads], 1
         )
-        q = rope_and_store(q, k, v, self.cos, self.sin, start, kv.keys[layer], kv.values[layer])
-        out = attention(q, kv.keys[layer], kv.values[layer], start, c.sliding_window)
-        return linear(out.reshape(rows, -1), block.o, block.o_bias)
+        keys, values = kv.keys[layer], kv.values[layer]
+        q = rope_and_store(q, k, v, self.cos, self.sin, start, keys, values)
+        out = attention(q, keys, values, start, c.sliding_window)
+        return linear(out.reshape(rows, -1), block.o, block.o_bias, residual=x)
 
-    def _experts(self, layer: int, block: Block, x: torch.Tensor) -> torch.Tensor:
+    def _experts(
+        self, layer: int, block: Block, x: torch.Tensor, source: ExpertSource
+    ) -> torch.Tensor:
         c, layout = self.config, self.layout
         m, weights, experts = norm_gate_topk(
             x, block.post_norm, c.rms_norm_eps, block.router, c.num_experts_per_tok
         )
         hidden = m.new_empty((*experts.shape, layout.intermediate_size))
         partial = m.new_empty((*experts.shape, c.hidden_size))
-        for use in self.source.serve(layer, experts):
+        for use in source.serve(layer, experts):
             expert_up(m, experts, use, layout, out=hidden)
             expert_down(hidden, experts, use, layout, out=partial)
-        return combine(partial, weights)
+        return combine(partial, weights, residual=x)
 
 
-def _mlp(block: Block, m: torch.Tensor) -> torch.Tensor:
+def _mlp(block: Block, m: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     gate, up = linear(m, block.gate_up).chunk(2, dim=-1)
-    return linear(F.silu(gate) * up, block.down)
+    return linear(F.silu(gate) * up, block.down, residual=x)
 
 
 def _block(tensors: dict[str, Any], layer: int) -> Block:

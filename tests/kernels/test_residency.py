@@ -68,11 +68,15 @@ class World:
                 return memory, memory.data_ptr()
         raise AssertionError(f"{address:#x} is nobody's")
 
+    def one(self, value):
+        return torch.tensor([value], dtype=torch.int32, device=self.device)
+
     def accept(self, rows, position):
-        one = {"dtype": torch.int32, "device": self.device}
-        self.credit(
-            self.tables, self.trace, torch.tensor([rows], **one), torch.tensor([position], **one)
-        )
+        self.credit(self.tables, self.trace, self.one(rows), self.one(position))
+
+    def predict(self, predicted, number=0, cutoff=99):
+        predicted = torch.tensor(predicted, dtype=torch.int32, device=self.device)
+        self.stage(self.tables, predicted, self.one(cutoff), self.one(number))
 
     def state(self):
         """All tables, addresses relative to their memories so that two worlds compare."""
@@ -151,12 +155,13 @@ def test_predicted_experts_land_are_read_and_join_their_layer(how, device):
     world.run_pass([[[0, 1], [2, 0], [0, 1]]] * 3)
     world.accept(3, 0)
     t.progress.fill_(-1)
-    predicted = torch.tensor([[0, 5], [6, 7]], dtype=torch.int32, device=device)
-    world.stage(t, predicted)
-    assert t.items.tolist() == [5, 8 + 6, 8 + 7] and t.state.tolist() == [1, 1, 1]
-    world.stage(t, predicted)  # in flight, and nothing free
-    world.fetch(t, STRIDE)
-    assert t.state.tolist() == [2, 2, 2]
+    world.predict([[0, 5], [6, 7]], number=1, cutoff=2)
+    assert t.items.tolist() == [5, 8 + 6, 8 + 7] and t.state.tolist() == [3, 3, 3]
+    world.predict([[0, 5], [6, 7]], number=2)  # in flight, and nothing free
+    world.fetch(t, STRIDE, 0)
+    assert t.state.tolist() == [3, 3, 3]  # another's
+    world.fetch(t, STRIDE, 1)
+    assert t.state.tolist() == [1, 1, 1]
     world.check()
     lines = world.run_pass([[[5, 0], [5, 0], [5, 0]], [[6, 1], [6, 1], [6, 1]], [[0, 1]] * 3])
     assert t.missed.tolist() == [[0] * 8] * 3 and all(w == 0 for line in lines for *_, w in line)
@@ -174,17 +179,17 @@ def test_what_is_late_is_given_up(how, device):
     world = World(how, device)
     t = world.tables
     t.progress.fill_(-1)
-    world.stage(t, torch.tensor([[1, 2], [3, 4]], dtype=torch.int32, device=device))
+    world.predict([[1, 2], [3, 4], [5, 6]], cutoff=2)
     experts = torch.tensor([[1, 6]] * 3, dtype=torch.int32, device=device)
     world.route(t, 0, experts, world.use, world.trace[0])  # 1 is being copied: read, not kept
     assert [bool(line[2]) for line in world.use.tolist()[:2]] == [False, True]
     assert all(line[1] & 1 == 0 for line in world.use.tolist()[:2])
     world.set_content(world.use.tolist()[1][2], 6)
-    world.fetch(t, STRIDE)
-    assert t.state.tolist() == [0, 0, 2]  # layer 0 has begun, layer 1 has not
+    world.fetch(t, STRIDE, 0)
+    assert t.state.tolist() == [0, 0, 1]  # layer 0 has begun, layer 1 has not
     world.check()
-    world.stage(t, torch.tensor([[7, 7]], dtype=torch.int32, device=device))
-    assert t.state.tolist() == [0, 0, 2]
+    world.predict([[7, 2]], cutoff=0)
+    assert t.state.tolist() == [0, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -198,18 +203,19 @@ def test_kernel_and_reference_stay_the_same(layers, experts, quota, landing, k, 
     for _ in range(25 if device == "cuda" else 6):
         hot = draw.sample(range(experts), min(experts, k + 2))
         rows = [[draw.sample(hot, k) for _ in range(tokens)] for _ in range(layers)]
-        predicted = [draw.sample(hot, k) for _ in range(layers)]
+        predicted, rows_of_second = ([draw.sample(hot, k) for _ in rows] for _ in (0, 1))
         accepted = draw.randint(1, tokens)
         late = draw.random() < 0.3
         for world in worlds:
             t = world.tables
             t.progress.fill_(-1)
-            world.stage(t, torch.tensor(predicted, dtype=torch.int32, device=device))
-            if not late:
-                world.fetch(t, STRIDE)
+            for number, rows_of in enumerate((predicted, rows_of_second)):
+                world.predict(rows_of, number)
+                if not late:
+                    world.fetch(t, STRIDE, number)
             world.run_pass(rows)
-            if late:
-                world.fetch(t, STRIDE)
+            for number in (0, 1) if late else ():
+                world.fetch(t, STRIDE, number)
             world.accept(accepted, position)
             world.settle(t)
             world.check()
