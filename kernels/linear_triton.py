@@ -36,6 +36,8 @@ def _segment(
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """The product over columns [begin, end), [BLOCK_N, BLOCK_T] fp32."""
+    # Else ptxas sees a way around the loop and makes every wgmma wait for the one before (C7515).
+    tl.assume(begin < end)
     if BITS == 0:
         return dot_tile(
             w_ptr, x_ptr, w_ptr, n.to(tl.int64), token, mine, begin, end, K, False,
