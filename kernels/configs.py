@@ -178,13 +178,20 @@ def tile(
     return next((entry for entry in entries if entry.t >= columns), entries[-1])
 
 
-def attention_tile(capability: tuple[int, int], dtype: torch.dtype) -> AttentionTile:
-    """The tile of every attention launch on this card. On 9.0 it is tall enough for wgmma."""
+def attention_tile(
+    capability: tuple[int, int], dtype: torch.dtype, coded: bool = False
+) -> AttentionTile:
+    """The tile of every attention launch on this card; coded: over int8 caches.
+
+    On 9.0 it is tall enough for wgmma. A code that becomes a float takes registers: fewer keys then.
+    """
     if dtype.itemsize == 4:
-        return AttentionTile(16, 32, 8, 2)
+        return AttentionTile(16, 16, 8, 2) if coded else AttentionTile(16, 32, 8, 2)
     if capability < (8, 0):
         return AttentionTile(16, 32, 4, 2)
-    return AttentionTile(64, 64, 4, 3) if capability[0] == 9 else AttentionTile(32, 64, 4, 2)
+    if capability[0] == 9:
+        return AttentionTile(64, 32, 4, 4) if coded else AttentionTile(64, 64, 4, 3)
+    return AttentionTile(32, 64, 4, 2)
 
 
 def overlap_options(capability: tuple[int, int]) -> dict[str, bool]:
