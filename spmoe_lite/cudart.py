@@ -3,7 +3,7 @@
 A read-only mapping must be registered with the read-only flag. Without it the call fails; and any failure
 stays in the calling thread until it is asked for, so that torch would find it at the next kernel launch:
 here every error is taken off before it is reported. The calls let other threads run. Sources: CUDA Runtime
-API, sections 6.1 and 6.11; torch/csrc/cuda/shared/cudart.cpp for what torch binds.
+API, Error Handling and Memory Management; torch/csrc/cuda/shared/cudart.cpp for what torch binds.
 """
 
 from __future__ import annotations

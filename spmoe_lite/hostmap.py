@@ -9,7 +9,8 @@ mapping's own and nothing is locked: what runs on addresses is tested without a 
 WSL, Windows and some containers refuse beyond a quota far below RAM. What is refused has no address, and
 is copied through the slab's ring instead; one warning says so. Refusals change speed alone.
 
-Interrupts: a span is noted before it is registered, so that `close` finds it whatever came between.
+Interrupts: a span is noted before it is registered, and taken off the list after it was unregistered, so
+that `close` finds it whatever came between; a map that nobody kept closes itself.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import logging
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -73,6 +75,10 @@ class HostMap:
         self._views: dict[int, np.ndarray] = {}  # layer -> uint8 [experts, stride]: keeps it mapped
         self._spans: dict[int, _Span] = {}
         self._registered: list[int] = []  # where each registered span begins, or one about to be
+        owned = self._driver, self._registered, self._views
+        weakref.finalize(
+            self, _release, *owned
+        ).atexit = False  # the end of the process is an end, too
         if isinstance(pin, str):
             pin = pack.expert_count() * self._stride if pin == "all" else 0
         try:
@@ -100,16 +106,7 @@ class HostMap:
     def close(self) -> None:
         """Wait for the device, then take every lock off; the pack unmaps when it closes. Idempotent."""
         self._spans.clear()
-        if self._driver is not None and self._registered:
-            self._driver.synchronize()
-            while self._registered:
-                self._unregister_last()
-        self._views.clear()
-
-    def _unregister_last(self) -> None:
-        assert self._driver is not None
-        self._driver.unregister(self._registered[-1])
-        self._registered.pop()
+        _release(self._driver, self._registered, self._views)
 
     def _pin_layers(
         self, budget: int, on_progress: OnProgress | None, cancel: threading.Event | None
@@ -176,9 +173,20 @@ class HostMap:
             self._registered.pop()
             if self._registered:  # of a quota torch and the driver need some too
                 self._spans.popitem()
-                self._unregister_last()
+                self._driver.unregister(self._registered[-1])
+                self._registered.pop()
             raise
         self._spans[layer] = _Span(address + start - begin, count)
+
+
+def _release(driver: Cuda | None, registered: list[int], views: dict[int, np.ndarray]) -> None:
+    """Take the locks off, once the device is done, and let the mappings go."""
+    if driver is not None and registered:
+        driver.synchronize()
+        while registered:
+            driver.unregister(registered[-1])
+            registered.pop()
+    views.clear()
 
 
 def default_pin(pack: Pack, available_ram: int) -> int:

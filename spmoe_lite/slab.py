@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -80,7 +81,7 @@ class DeviceSlab:
         size = min(stride, RING_BYTES)
         self._ring = itertools.cycle([_Buffer(size) for _ in range(RING_BUFFERS)])
         self._readers = ThreadPoolExecutor(READERS, "spmoe-read")
-        weakref.finalize(self, self._readers.shutdown)
+        weakref.finalize(self, _end, self._readers)
 
     def address(self, slot: int) -> int:
         return self.slots.data_ptr() + slot * self.slots.shape[1]
@@ -150,6 +151,12 @@ class DeviceSlab:
         event.record(torch.cuda.current_stream(self.slots.device))
         for slot in slots:
             self._last_read[slot] = event
+
+
+def _end(readers: ThreadPoolExecutor) -> None:
+    """Wait for the threads to end, unless it is one of them that let go of the slab last."""
+    with suppress(RuntimeError):
+        readers.shutdown()
 
 
 class _Buffer:

@@ -4,20 +4,23 @@ import ctypes
 import gc
 import shutil
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from spmoe_lite import hostmap
+from spmoe_lite import cudart, hostmap
 from spmoe_lite.cudart import Refused, copy_to_device
-from spmoe_lite.errors import Cancelled, DamagedError
+from spmoe_lite.errors import Cancelled, DamagedError, SpmoeError
 from spmoe_lite.hostmap import HostMap, default_pin
 from spmoe_lite.pack import Pack
+from tests.interrupt import Interrupt
 from tests.make_pack import DENSE_MODEL, WIDE, Weights
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LAYERS, EXPERTS = 2, 3
 SHIFT = 1 << 40  # of the made-up device's addresses
 
@@ -40,7 +43,8 @@ class Driver:
 
     def unregister(self, address):
         self.events.append("unregister")
-        ctypes.string_at(address, self.locked.pop(address))  # still mapped
+        size = self.locked.pop(address, 0)
+        ctypes.string_at(address, size)  # still mapped
 
     def synchronize(self):
         self.events.append("synchronize")
@@ -239,6 +243,29 @@ def test_closing_leaves_no_view_behind(path):
     assert mapping.closed
 
 
+def test_a_map_that_nobody_kept_closes_itself(pack):
+    driver = Driver()
+    HostMap(pack, CPU, driver=driver)
+    assert driver.events[LAYERS:] == ["synchronize", "unregister", "unregister"]
+
+
+def test_kind_l_o36_ctrl_c_at_any_moment_leaves_nothing_locked(pack):
+    moment = 0
+    while True:
+        driver, device_map, moment = Driver(), None, moment + 1
+        with Interrupt(moment, ("/spmoe_lite/hostmap.py",)) as strike:
+            device_map = HostMap(pack, CPU, driver=driver)
+            device_map.close()
+        if device_map is not None:
+            device_map.close()  # the user's second try
+        if driver.locked:
+            gc.collect()
+        assert not driver.locked, strike.where
+        if not strike.struck:
+            break
+    assert moment > 50
+
+
 def test_the_default_is_the_pack_or_whole_layers_of_it(pack):
     stride = pack.expert_layout.stride
     layer, whole = EXPERTS * stride, LAYERS * EXPERTS * stride
@@ -246,6 +273,76 @@ def test_the_default_is_the_pack_or_whole_layers_of_it(pack):
     assert default_pin(pack, int(whole / hostmap.SHARE) + 1) == whole
     assert default_pin(pack, int(1.9 * layer / hostmap.SHARE)) == layer
     assert default_pin(pack, layer) == 0
+
+
+def test_without_the_runtime_s_library_nothing_is_locked(pack, monkeypatch, caplog):
+    monkeypatch.setattr(torch.version, "cuda", "0.1")
+    cudart._cudart.cache_clear()
+    device_map = HostMap(pack, CPU, driver=cudart.Cuda(GPU))
+    assert device_map.address(0, 0) is None and len(caplog.records) == 1
+    device_map.close()
+
+
+class Runtime:
+    """libcudart as it looks from Python, failing where it is told to; an error stays until it is taken."""
+
+    def __init__(self, **codes):
+        self.codes, self.last, self.registered = codes, 0, {}
+
+    def _done(self, name):
+        self.last = self.codes.get(name, 0) or self.last
+        return self.codes.get(name, 0)
+
+    def cudaHostRegister(self, address, size, flags):
+        assert flags == 10  # mapped, read-only
+        code = self._done("register")
+        if not code:
+            self.registered[address] = size
+        return code
+
+    def cudaHostUnregister(self, address):
+        known = self.registered.pop(address, None) is not None
+        self.last = self.last if known else 713
+        return 0 if known else 713
+
+    def cudaHostGetDevicePointer(self, seen, address, flags):
+        seen._obj.value = address + SHIFT
+        return self._done("pointer")
+
+    def cudaMemcpyAsync(self, to, source, size, kind, stream):
+        return self._done("copy")
+
+    def cudaGetErrorString(self, code):
+        return b"out of memory"
+
+    def cudaGetLastError(self):
+        last, self.last = self.last, 0
+        return last
+
+
+@pytest.mark.parametrize("codes", [{}, {"register": 2}, {"pointer": 801}])
+def test_kind_i_o25_no_error_stays_in_the_runtime(pack, monkeypatch, caplog, codes):
+    runtime = Runtime(**codes)
+    monkeypatch.setattr(cudart, "_cudart", lambda: runtime)
+    monkeypatch.setattr(cudart, "current", lambda device: nullcontext())
+    monkeypatch.setattr(cudart, "synchronize", lambda device: None)
+    driver = cudart.Cuda(GPU)
+    device_map = HostMap(pack, CPU, driver=driver)
+    assert (device_map.address(1, 2) is None) == bool(codes) == bool(caplog.records)
+    begins = list(device_map._registered)
+    assert len(runtime.registered) == len(begins) == (0 if codes else LAYERS)
+    device_map.close()
+    for begin in begins:
+        driver.unregister(begin)
+    assert not runtime.registered and runtime.last == 0
+
+
+def test_a_failed_copy_is_an_error_with_the_reason(monkeypatch):
+    runtime = Runtime(copy=700)
+    monkeypatch.setattr(cudart, "_cudart", lambda: runtime)
+    with pytest.raises(SpmoeError, match="8 bytes to the GPU failed: CUDA error 700: out of mem"):
+        copy_to_device(0, 0, 8, SimpleNamespace(cuda_stream=0))
+    assert runtime.last == 0
 
 
 def test_a_dense_model_has_nothing_to_lock(tmp_path):

@@ -159,6 +159,16 @@ def test_the_readers_end_with_the_slab(device_slab):
     assert not before & set(threading.enumerate())
 
 
+def test_a_reader_may_be_the_last_to_let_go(device_slab, recwarn):
+    made, alone, errors = slab.DeviceSlab(1, STRIDE, torch.device("cpu")), threading.Event(), []
+    done = made._readers.submit(lambda last: (alone.wait(20), last.clear()), [made])
+    del made
+    alone.set()
+    done.exception()
+    done.add_done_callback(lambda future: errors.append(future.exception()))
+    assert errors == [None]
+
+
 @pytest.mark.parametrize("kind", ["device_slab", "host_slab"])
 def test_an_expert_in_page_locked_memory_is_one_copy(kind, request, monkeypatch):
     made = request.getfixturevalue(kind)
