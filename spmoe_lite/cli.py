@@ -42,6 +42,7 @@ FIRST_PAIR = ("mixtral-8x7b", "mistral-7b")  # what `chat` offers to convert whe
 DEMO_PROMPT = "Give me three tips for sleeping well."
 DEMO_TOKENS = 200  # of the demo's first answer, which should end some time
 MAX_PROMPT_CHARS = 16 << 20  # a context of millions of tokens; more is a device or a mistake
+DEFAULT_LINK = 50.0  # GB/s: a PCIe 5 bus
 PRECISIONS = ["fp32", "bf16", "fp16", "int8", "int4"]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -193,6 +194,20 @@ class DraftTokens(click.ParamType):
         return value if value == "auto" else click.IntRange(0).convert(value, param, ctx)
 
 
+class Several(click.ParamType):
+    """Values of one type between commas."""
+
+    def __init__(self, one: click.ParamType):
+        self.name = one.name
+        self._one = one
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, list):
+            return value
+        texts = [text.strip() for text in value.split(",")]
+        return [self._one.convert(text, param, ctx) for text in texts if text]
+
+
 precision_options = options(
     click.option(
         "--experts",
@@ -268,6 +283,12 @@ engine_options = options(
         default="layer-lru",
         help="Which expert leaves its slot.",
     ),
+)
+trace_option = click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Record which experts were used, for `replay`; FILE is new.",
 )
 sampling_options = options(
     click.option(
@@ -397,6 +418,7 @@ def demo(prompt: str | None, gguf: Path | None, **given: Any) -> int:
 @cli.command()
 @model_options
 @engine_options
+@trace_option
 @sampling_options
 @debug_option
 def chat(pack: str | None, model: str | None, draft: str | None, **given: Any) -> int:
@@ -434,6 +456,7 @@ def chat(pack: str | None, model: str | None, draft: str | None, **given: Any) -
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
 @json_option
 @engine_options
+@trace_option
 @sampling_options
 @debug_option
 def run(
@@ -702,6 +725,102 @@ def tune(pack: str | None, device: str, as_json: bool) -> None:
     note(f"{kept} of {sum(one.verdict != 'shipped' for one in tried)} tiles kept in {path}")
 
 
+@cli.command(name="replay")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--slots",
+    type=Several(click.IntRange(1)),
+    metavar="N,N,...",
+    default="",
+    help="Numbers of slots to try; the recorded one if not given.",
+)
+@click.option(
+    "--policy",
+    type=Several(click.STRING),
+    metavar="NAME,...",
+    default="",
+    help="Policies to try; all if not given.",
+)
+@click.option(
+    "--warm-up",
+    type=float,
+    default=0.5,
+    show_default=True,
+    metavar="X",
+    help="Share of the passes that fills the slots and teaches `static`, and is not counted.",
+)
+@click.option(
+    "--calibration",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Another trace to teach `static`.",
+)
+@click.option(
+    "--link",
+    type=float,
+    metavar="GB/s",
+    help="Rate of copies; as measured by `profile` before the recording, else 50.",
+)
+@json_option
+@debug_option
+def replay_trace(
+    file: Path,
+    slots: list[int],
+    policy: list[str],
+    warm_up: float,
+    calibration: Path | None,
+    link: float | None,
+    as_json: bool,
+) -> None:
+    """Try cache policies on a recording.
+
+    FILE was written by `run` or `chat` with --trace. Nothing is loaded or computed but who is in a slot
+    when. Hits are by unique expert and by access, of accepted tokens, as after an answer. Misses count
+    rejected tokens too, copies also what was fetched ahead. Seconds are the bus alone: every copy at
+    the rate of --link, none hidden behind computing.
+
+    Policies: layer-lru, global-lru, layer-lfru, global-lfru, static, stream, prefetch (the engine's
+    own), and layer-belady, global-belady, belady-bypass, which know the future and bound the others.
+    docs/cache.md says what each does.
+    """
+    from dataclasses import asdict
+
+    from spmoe_lite.replay import compare
+    from spmoe_lite.trace import read_trace
+
+    _show_log()
+    trace = read_trace(file)
+    rate = (trace.header.link or DEFAULT_LINK) if link is None else link
+    if not 0 < rate < float("inf"):
+        raise UsageError(f"--link {rate:g}: a rate above 0, in GB/s")
+    with terminal.interruptible() as cancel, terminal.ProgressDisplay() as progress:
+        result = compare(
+            trace,
+            slots=slots,
+            policies=policy,
+            warm_up=warm_up,
+            calibration=read_trace(calibration) if calibration else None,
+            cancel=cancel,
+            on_progress=progress,
+        )
+    if as_json:
+        values = asdict(result) | {"trace": asdict(trace.header), "link": rate}
+        _echo_json(values | {"scores": [score.to_dict(rate) for score in result.scores]})
+        return
+    rows = [["POLICY", "SLOTS", "HITS", "BY ACCESS", "MISSES/TOKEN", "COPIED/TOKEN", "S/TOKEN"]]
+    for one in result.scores:
+        hits = ["-" if r is None else f"{r:.1%}" for r in (one.hit_rate_unique, one.hit_rate)]
+        rows.append([one.policy, str(one.slots), *hits, f"{one.misses_per_token:.2f}"])
+        rows[-1] += [size(one.bytes_per_token), f"{one.seconds_per_token(rate):.3g}"]
+    click.echo(terminal.table(rows, right=[1, 2, 3, 4, 5, 6]))
+    note(
+        f"{terminal.printable(trace.header.model)}: {result.passes} passes, {result.tokens} tokens, "
+        f"in a pass {result.union:.1f} of {trace.header.experts} experts a layer; {rate:.1f} GB/s"
+    )
+    for name, reason in result.left_out.items():
+        note(f"without {name}: {reason}")
+
+
 # What the commands share
 
 
@@ -805,6 +924,7 @@ def _load(target: Path, draft: Path | None, given: dict[str, Any]) -> Engine:
         "cutoff": given["cutoff"],
         "policy": given["policy"],
         "template": given.get("template"),
+        "trace": given.get("trace"),
         "on_plan": lambda plan: note(str(plan)),
     }
     if given["draft_tokens"] is not None:

@@ -30,6 +30,7 @@ from spmoe_lite.sampling import Sampler
 from spmoe_lite.session import Session
 from spmoe_lite.stats import Counters
 from spmoe_lite.store import PREFILL_ROWS, ExpertStore
+from spmoe_lite.trace import TraceWriter
 from spmoe_lite.verifier import Verdict, verify
 
 log = logging.getLogger("spmoe_lite")
@@ -64,6 +65,7 @@ class Decoder:
         length: DraftLength,
         cutoff: int | None,
         critical_experts: int,
+        trace: TraceWriter | None = None,
     ):
         self.target = target
         self.draft = draft
@@ -76,6 +78,7 @@ class Decoder:
         self.last_cutoff = 0  # layers the last draft was allowed to prefetch for
         self._cutoff = cutoff
         self._critical_experts = critical_experts
+        self._trace = trace
         self._draft_full = False  # said once
         self._read_from = 0  # tokens of the prompt that were in the cache
 
@@ -123,7 +126,7 @@ class Decoder:
 
     def commit(self, step: Step, count: int) -> None:
         """Keep the first `count` tokens of the verdict: the only place where anything changes."""
-        self._end_pass(step.num_pending + count - 1)
+        self._end_pass(step.num_pending + count - 1, count)
         self.session.commit(step.verdict.tokens[:count])
         cut_short = count < len(step.verdict.tokens)
         self.counters.drafted += count if cut_short else step.num_drafted
@@ -204,7 +207,12 @@ class Decoder:
 
         return report
 
-    def _end_pass(self, accepted_rows: int) -> None:
+    def _end_pass(self, accepted_rows: int, tokens: int = 0) -> None:
+        if self._trace is not None:
+            predicted = [] if self.prefetcher is None else self.prefetcher.predictions()
+            rows = len(next(iter(self.store.trace.values())))
+            kind = "prefill" if rows > PREFILL_ROWS else "decode"
+            self._trace.add(kind, self.store.trace, accepted_rows, tokens, predicted)
         if self.prefetcher is not None:
             self.prefetcher.end_step(accepted_rows)
         if self.store is not None:

@@ -68,6 +68,7 @@ from spmoe_lite.slots import POLICIES, SlotTable
 from spmoe_lite.stats import Counters
 from spmoe_lite.store import ExpertStore
 from spmoe_lite.tokenizer import Tokenizer
+from spmoe_lite.trace import Header, TraceWriter
 
 log = logging.getLogger("spmoe_lite")
 
@@ -84,6 +85,7 @@ class Engine:
     def __init__(self, target: Pack, draft: Pack | None, device: torch.device):
         """Use `Engine.load`."""
         self._prefetcher: Prefetcher | None = None
+        self._trace: TraceWriter | None = None
         self.device = device
         self.counters = Counters()
         self.plan: Plan
@@ -121,6 +123,7 @@ class Engine:
         cutoff: int | None = None,
         policy: str = "layer-lru",
         template: Path | None = None,
+        trace: Path | None = None,
         home: Path | None = None,
         cancel: threading.Event | None = None,
         on_plan: Callable[[Plan], object] | None = None,
@@ -133,8 +136,8 @@ class Engine:
         vram allows. ctx_size: tokens of prompt and answer together. draft_tokens: proposals per step;
         "auto" drafts as many as by default, and none while plain steps are measured to be faster.
         critical_experts: experts prefetched per draft token and layer (default: the router's k).
-        cutoff: layers to prefetch for (default: from measured times). on_plan(plan) is called before
-        anything is loaded.
+        cutoff: layers to prefetch for (default: from measured times). trace: a new file that records
+        routing (`trace.py`). on_plan(plan) is called before anything is loaded.
 
         Raises NotFoundError, DamagedError, UnsupportedError (pair), CapacityError, Cancelled.
         """
@@ -162,6 +165,8 @@ class Engine:
             engine._make_plan(vram, slots, ctx_size, length.most)
             if on_plan is not None:
                 on_plan(engine.plan)
+            if trace is not None:
+                engine._trace = engine._start_trace(trace, length.most, home)
             engine._load_models(
                 length=length,
                 prefetch=prefetch,
@@ -323,6 +328,8 @@ class Engine:
             if self._prefetcher is not None:
                 self._prefetcher.close()
                 self._prefetcher = None
+            if self._trace is not None:
+                self._trace.close()
             try:
                 synchronize(self.device)  # no copy may land in memory that others get
             finally:  # a device that has failed says so here; the host's part is freed all the same
@@ -466,6 +473,7 @@ class Engine:
             length=length,
             cutoff=cutoff,
             critical_experts=critical,
+            trace=self._trace,
         )
 
     def _load_model(
@@ -498,6 +506,29 @@ class Engine:
             raise CapacityError(
                 f"the KV cache of {capacity} tokens does not fit on {self.device}; lower --ctx-size"
             ) from error
+
+    def _start_trace(self, path: Path, draft_tokens: int, home: Path | None) -> TraceWriter:
+        target, *drafts = self._packs
+        c, layout = target.config, target.expert_layout
+        if layout is None:
+            raise UsageError(f"--trace {path}: {target.name} has no experts to record")
+        known = load_profile(self._profile_path(home))
+        seconds = known.expert_copy_ms / 1e3 if known is not None else 0
+        return TraceWriter(
+            path,
+            Header(
+                model=target.name,
+                draft=drafts[0].name if drafts else None,
+                layers=c.num_hidden_layers,
+                experts=c.num_local_experts,
+                k=c.num_experts_per_tok,
+                slots=self.plan.slots,
+                draft_tokens=draft_tokens if drafts else 0,
+                expert_dtype=layout.dtype,
+                expert_bytes=layout.stride,
+                link=layout.stride / 1e9 / seconds if seconds else None,
+            ),
+        )
 
     def _profile_path(self, home: Path | None) -> Path:
         """Where the times of this pair on this machine are kept."""

@@ -72,6 +72,10 @@ class Prefetcher:
         self._predictions.append(prediction)
         self._queue.put((self._step, layer, self._row, prediction))
 
+    def predictions(self) -> list[tuple[int, int, list[int]]]:
+        """(layer, row, experts) of the step at hand, once they are on the host."""
+        return [(p.layer, p.row, p.wait()) for p in self._predictions]
+
     def end_step(self, accepted_rows: int) -> None:
         """The pass has run: compare the predictions with what its accepted rows used, drop the rest.
 
