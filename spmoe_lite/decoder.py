@@ -23,10 +23,11 @@ import torch
 from spmoe_lite.cutoff import Drift, cutoff_layer, expected_copies
 from spmoe_lite.device import current
 from spmoe_lite.drafting import DraftLength
+from spmoe_lite.graphs import StepGraphs
 from spmoe_lite.model import OnAttention, Transformer
 from spmoe_lite.prefetch import Prefetcher
 from spmoe_lite.progress import OnProgress, Progress, check
-from spmoe_lite.sampling import Sampler
+from spmoe_lite.sampling import Sampler, check_finite
 from spmoe_lite.session import Session
 from spmoe_lite.stats import Counters
 from spmoe_lite.store import PREFILL_ROWS, ExpertStore
@@ -66,6 +67,7 @@ class Decoder:
         cutoff: int | None,
         critical_experts: int,
         trace: TraceWriter | None = None,
+        graphs: StepGraphs | None = None,
     ):
         self.target = target
         self.draft = draft
@@ -79,6 +81,7 @@ class Decoder:
         self._cutoff = cutoff
         self._critical_experts = critical_experts
         self._trace = trace
+        self.graphs = graphs
         self._draft_full = False  # said once
         self._read_from = 0  # tokens of the prompt that were in the cache
 
@@ -107,6 +110,11 @@ class Decoder:
         """Draft and verify once; at most `room` tokens will be kept. Changes no conversation."""
         session = self.session
         pending = session.pending(session.target_kv)
+        if self.graphs is not None and len(pending) == 1:
+            drafted = self.graphs.most if self.length.next() and room > 1 else 0
+            if self._fits(drafted):
+                with current(self.target.device):
+                    return self._graph_step(drafted, sampler, room, cancel)
         count = min(self.length.next(), room - 1) if len(pending) == 1 else 0
         started, typical = time.perf_counter(), len(pending) == 1 and room > self.length.most
         if count and session.draft_kv is not None:
@@ -123,6 +131,43 @@ class Decoder:
                 self.prefetcher.end_step(0)  # what was predicted for it is copied no more
             raise
         return Step(verdict, len(proposal), len(pending), started, typical)
+
+    def _fits(self, count: int) -> bool:
+        """Whether a step of `count` drafts stays within both caches."""
+        end = len(self.session.tokens) + count
+        drafting = count == 0 or end - 1 <= self.session.draft_kv.capacity
+        return end <= self.session.target_kv.capacity and drafting
+
+    def _graph_step(
+        self, count: int, sampler: Sampler, room: int, cancel: threading.Event | None
+    ) -> Step:
+        """The same by captured passes: the host waits once, at the end."""
+        session, graphs, tokens = self.session, self.graphs, self.session.tokens
+        started, known, cutoff = time.perf_counter(), len(tokens), 0
+        if count:
+            kv = session.draft_kv
+            while kv.length < known - 2:  # the prompt, or what plain steps have written
+                check(cancel)
+                self.draft.forward(tokens[kv.length : known - 2][:PREFILL_CHUNK], kv)
+            if graphs.prefetches:
+                cutoff = self.last_cutoff = self._cutoff_layer(count)
+        try:
+            graphs.enter(self.store)
+            pick = None if sampler.greedy else sampler.pick_row
+            found = graphs.step(tokens, count, cutoff, pick, cancel)
+        except BaseException:
+            graphs.leave(self.store)
+            raise
+        session.target_kv.length = known + count
+        if count:
+            session.draft_kv.length = known + count - 1
+        if self.store is not None:
+            self.store.found(found.trace, found.missed, found.fetched)
+        check_finite(found.finite)
+        verdict = verify(found.proposal, found.logits, sampler, tokens, found.tokens)
+        if count:
+            self.drift.observe(draft_token_ms=found.draft_ms / count)
+        return Step(verdict, count, 1, started, typical=room > count)
 
     def commit(self, step: Step, count: int) -> None:
         """Keep the first `count` tokens of the verdict: the only place where anything changes."""
@@ -175,6 +220,8 @@ class Decoder:
         on_progress: OnProgress | None,
     ) -> torch.Tensor:
         started, stalled = time.perf_counter(), self.counters.stall_seconds
+        if self.graphs is not None:
+            self.graphs.leave(self.store)
         if self.store is not None:
             self.store.cancel = cancel
         try:
@@ -215,6 +262,8 @@ class Decoder:
             self._trace.add(kind, self.store.trace, accepted_rows, tokens, predicted)
         if self.prefetcher is not None:
             self.prefetcher.end_step(accepted_rows)
+        if self.graphs is not None:
+            self.graphs.keep(accepted_rows, 0 if self.store is None else self.store.position + 1)
         if self.store is not None:
             self.store.end_pass(accepted_rows)
 
@@ -224,6 +273,9 @@ class Decoder:
             return self._cutoff
         c, table = self.target.config, self.store.table
         resident = table.num_slots / (c.num_hidden_layers * c.num_local_experts)
+        free = table.num_slots - c.num_experts_per_tok if table.shared else table.num_slots
+        if self.graphs is not None:
+            free = self.graphs.prefetches
         return cutoff_layer(
             self.drift.profile,
             num_layers=c.num_hidden_layers,
@@ -231,5 +283,5 @@ class Decoder:
             copies_per_layer=expected_copies(
                 c.num_local_experts, self._critical_experts, num_draft_tokens, resident
             ),
-            free_slots=table.num_slots - c.num_experts_per_tok if table.shared else table.num_slots,
+            free_slots=free,
         )

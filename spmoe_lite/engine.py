@@ -23,14 +23,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from spmoe_lite import library, tune
 from spmoe_lite.chat_template import ChatTemplate
-from spmoe_lite.config import SamplingParams, matrix_bytes, scheme_of
+from spmoe_lite.config import ModelConfig, SamplingParams, matrix_bytes, scheme_of
 from spmoe_lite.cutoff import Drift, Profile, load_profile
 from spmoe_lite.decoder import PREFILL_CHUNK, Decoder
 from spmoe_lite.device import (
@@ -52,8 +52,11 @@ from spmoe_lite.errors import (
     UsageError,
 )
 from spmoe_lite.generation import Generation, Run
+from spmoe_lite.graphs import StepGraphs
+from spmoe_lite.hostmap import HostMap, default_pin
 from spmoe_lite.kernels.expert_gemm import expert_down, expert_up
 from spmoe_lite.kernels.linear import linear
+from spmoe_lite.kernels.residency import Tables
 from spmoe_lite.kvcache import KVCache
 from spmoe_lite.manifest import Dtypes
 from spmoe_lite.model import Transformer
@@ -86,6 +89,7 @@ class Engine:
         """Use `Engine.load`."""
         self._prefetcher: Prefetcher | None = None
         self._trace: TraceWriter | None = None
+        self._host_map: HostMap | None = None
         self.device = device
         self.counters = Counters()
         self.plan: Plan
@@ -122,6 +126,7 @@ class Engine:
         critical_experts: int | None = None,
         cutoff: int | None = None,
         policy: str = "layer-lru",
+        pin: str | int = "auto",
         template: Path | None = None,
         trace: Path | None = None,
         home: Path | None = None,
@@ -136,7 +141,9 @@ class Engine:
         vram allows. ctx_size: tokens of prompt and answer together. draft_tokens: proposals per step;
         "auto" drafts as many as by default, and none while plain steps are measured to be faster.
         critical_experts: experts prefetched per draft token and layer (default: the router's k).
-        cutoff: layers to prefetch for (default: from measured times). trace: a new file that records
+        cutoff: layers to prefetch for (default: from measured times). pin: how much of the pack may be
+        page-locked in RAM for the GPU: "all", "none", bytes or "20GiB", or "auto" (what fits in 75 % of
+        the available RAM); the GPU reads missing experts there by itself if it is all. trace: a new file that records
         routing (`trace.py`). on_plan(plan) is called before anything is loaded.
 
         Raises NotFoundError, DamagedError, UnsupportedError (pair), CapacityError, Cancelled.
@@ -173,6 +180,7 @@ class Engine:
                 critical_experts=critical_experts,
                 cutoff=cutoff,
                 policy=policy,
+                pin=pin,
                 home=home,
                 cancel=cancel,
                 on_progress=on_progress,
@@ -334,6 +342,8 @@ class Engine:
                 synchronize(self.device)  # no copy may land in memory that others get
             finally:  # a device that has failed says so here; the host's part is freed all the same
                 self.__dict__.pop("decoder", None)
+                if self._host_map is not None:
+                    self._host_map.close()
                 for pack in self._packs:
                     pack.close()
             if self.device.type == "cuda":
@@ -424,6 +434,7 @@ class Engine:
         critical_experts: int | None,
         cutoff: int | None,
         policy: str,
+        pin: str | int,
         home: Path | None,
         cancel: threading.Event | None,
         on_progress: OnProgress | None,
@@ -433,34 +444,48 @@ class Engine:
         critical = c.num_experts_per_tok if critical_experts is None else critical_experts
         if c.is_moe and not 1 <= critical <= c.num_local_experts:
             raise UsageError(f"critical_experts {critical}: 1 to {c.num_local_experts}")
+        ahead = bool(draft_packs) and prefetch
         target, store = self._load_model(
-            target_pack, self.plan.slots, policy, self.ctx_size, self.counters, cancel, on_progress
+            target_pack,
+            self.plan.slots,
+            policy,
+            self.ctx_size,
+            self.counters,
+            cancel,
+            on_progress,
+            spare=_landing_slots(c, self.plan.slots, policy) if ahead else 0,
+            pin=pin,
         )
+        stores = [store]
         target_kv = self._kv_cache(target, self.ctx_size)
         draft = draft_kv = None
         if draft_packs:
             config = draft_packs[0].config
             window = min(self.ctx_size, config.max_position_embeddings)
             every = config.num_hidden_layers * config.num_local_experts
-            draft, _ = self._load_model(
+            draft, draft_store = self._load_model(
                 draft_packs[0], every, policy, window, Counters(), cancel, on_progress
             )
+            stores.append(draft_store)
             draft_kv = self._kv_cache(draft, window)
         predictor = None
         if draft is not None and store is not None and prefetch and not store.table.all_fit:
             if ExpertPredictor.fits(c, draft.config):
                 predictor = ExpertPredictor(target, critical)
-                self._prefetcher = Prefetcher(store, predictor)
+                if not store.table.spare:  # else the device copies ahead by itself
+                    self._prefetcher = Prefetcher(store, predictor)
             else:
                 self.notices.append(
                     f"no prefetching: {draft_packs[0].name} has other layers or another width than "
                     f"{target_pack.name}, so its states say nothing to the target's routers"
                 )
+        graphs = None
         if self.device.type == "cuda":
             models = [(target, target_kv)]
             if draft is not None and draft_kv is not None:
                 models.append((draft, draft_kv))
             self._warm_up(models, predictor, cancel, on_progress)
+            graphs = self._capture(models, stores, predictor, length.most, cancel, on_progress)
         self.profile_path = self._profile_path(home)
         self.decoder = Decoder(
             target,
@@ -474,7 +499,60 @@ class Engine:
             cutoff=cutoff,
             critical_experts=critical,
             trace=self._trace,
+            graphs=graphs,
         )
+
+    @torch.inference_mode()
+    def _capture(
+        self,
+        models: Sequence[tuple[Transformer, KVCache]],
+        stores: Sequence[ExpertStore | None],
+        predictor: ExpertPredictor | None,
+        most: int,
+        cancel: threading.Event | None,
+        on_progress: OnProgress | None,
+    ) -> StepGraphs | None:
+        """Captured steps, where the GPU can read every expert by itself; else None, and it is said."""
+        resident, tables, stride = {}, None, 0
+        for (model, _), store in zip(models, stores, strict=True):
+            if store is not None and store.table.all_fit:
+                store.load_all(on_progress, cancel)
+                resident[model] = store.addresses()
+        (target, target_kv), store = models[0], stores[0]
+        if store is not None and not store.table.all_fit:
+            host, table = store.host_addresses(), store.table
+            if host is None or table.shared:
+                self.notices.append(
+                    "steps are driven by the host: "
+                    + (
+                        "fewer slots than a token needs"
+                        if table.shared
+                        else "experts are not page-locked"
+                    )
+                )
+                return None
+            share = max(len(table.places(layer)) for layer in range(len(host)))
+            tables = Tables.make(
+                host,
+                torch.zeros(len(host), share, dtype=torch.int64),
+                torch.zeros(len(table.spare), dtype=torch.int64),
+                self.device,
+            )
+            stride = self.plan.slot_bytes
+        draft, draft_kv = models[1] if len(models) > 1 else (None, None)
+        with current(self.device):
+            return StepGraphs(
+                target,
+                target_kv,
+                draft,
+                draft_kv,
+                resident=resident,
+                tables=tables,
+                stride=stride,
+                predictor=predictor,
+                most=most,
+                num_tokens=self.num_tokens,
+            )
 
     def _load_model(
         self,
@@ -485,6 +563,8 @@ class Engine:
         counters: Counters,
         cancel: threading.Event | None,
         on_progress: OnProgress | None,
+        spare: int = 0,
+        pin: str | int = "auto",
     ) -> tuple[Transformer, ExpertStore | None]:
         tensors = pack.load_dense(self.device, on_progress=on_progress, cancel=cancel)
         fit_dense(self.device, pack.name, tensors)
@@ -493,10 +573,14 @@ class Engine:
         c, layout = pack.config, pack.expert_layout
         assert layout is not None, "a pack of a Mixture-of-Experts model has a layout"
         slab = make_slab(slots, layout.stride, self.device)
-        table = SlotTable(
-            slots, c.num_hidden_layers, c.num_local_experts, c.num_experts_per_tok, policy
-        )
-        store = ExpertStore(pack, slab, table, counters, self.device)
+        layers, experts, k = c.num_hidden_layers, c.num_local_experts, c.num_experts_per_tok
+        host, spare = None, spare if self.device.type == "cuda" else 0
+        if self.device.type == "cuda" and slots < layers * experts:
+            host = self._host_map = HostMap(pack, self.device, _pin(pin, pack), on_progress, cancel)
+            if host.pinned_bytes < layers * experts * layout.stride:
+                spare = 0
+        table = SlotTable(slots, layers, experts, k, policy, spare)
+        store = ExpertStore(pack, slab, table, counters, self.device, host)
         return Transformer(c, tensors, context, store, layout), store
 
     def _kv_cache(self, model: Transformer, capacity: int) -> KVCache:
@@ -615,6 +699,22 @@ def _launch_tiles(model: Transformer) -> None:
         use = x.new_full((rows * choices // columns, 3), -1, dtype=torch.int64)
         expert_up(x, experts, use, layout, out=hidden)
         expert_down(hidden, experts, use, layout, out=out)
+
+
+def _landing_slots(c: ModelConfig, slots: int, policy: str) -> int:
+    """Slots set aside for experts that are copied ahead of need: one in sixteen, 16 at most."""
+    room = slots - c.num_hidden_layers * c.num_experts_per_tok
+    return 0 if policy != "layer-lru" else max(0, min(16, max(1, slots // 16), room))
+
+
+def _pin(pin: str | int, pack: Pack) -> Literal["all", "none"] | int:
+    """What `HostMap` may page-lock."""
+    available = available_bytes(torch.device("cpu"))
+    if pin == "auto":
+        return default_pin(pack, available)
+    if pin == "all":
+        return "all"
+    return "none" if pin == "none" else parse_size(pin, available, "--pin")
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:

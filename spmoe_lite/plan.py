@@ -81,24 +81,24 @@ class Plan:
         return line
 
 
-def parse_size(text: str | int | float, whole: int) -> int:
+def parse_size(text: str | int | float, whole: int, flag: str = "--vram") -> int:
     """`20GiB`, `8G`, `0.9` (a fraction of `whole` bytes) or a number of bytes, to bytes."""
     if isinstance(text, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMG]?I?)B?\s*", text.upper())
         if match is None or match[2] == "I":
-            raise UsageError(f"--vram {text}: give a size (20GiB), a fraction (0.9) or auto")
+            raise UsageError(f"{flag} {text}: give a size (20GiB), a fraction (0.9) or auto")
         number, unit = float(match[1]), match[2]
         size = number * _UNITS[unit]
         if not unit and number <= 1:
             size = number * whole
         elif not unit and number < 1000:
             raise UsageError(
-                f"--vram {text} is {number:g} bytes: add the unit, as in {number:g}GiB"
+                f"{flag} {text} is {number:g} bytes: add the unit, as in {number:g}GiB"
             )
     else:
         size = text * whole if isinstance(text, float) and text <= 1 else text
     if not 0 < size < math.inf:
-        raise UsageError(f"--vram {text}: a size above 0 is needed")
+        raise UsageError(f"{flag} {text}: a size above 0 is needed")
     return round(size)
 
 

@@ -50,11 +50,15 @@ class ExpertPredictor:
         same_depth = target.num_hidden_layers == draft.num_hidden_layers
         return target.is_moe and same_depth and target.hidden_size == draft.hidden_size
 
-    def predict(self, layer: int, row: int, state: torch.Tensor) -> Prediction:
-        """state [1, H]: the draft's residual stream after attention. Never waits."""
+    def choose(self, layer: int, state: torch.Tensor) -> torch.Tensor:
+        """state [1, H] -> expert ids [1, n] int32 on its device, best first."""
         block = self._target.blocks[layer]
         eps = self._target.config.rms_norm_eps
-        experts = norm_gate_topk(state, block.post_norm, eps, block.router, self._k)[2]
+        return norm_gate_topk(state, block.post_norm, eps, block.router, self._k)[2]
+
+    def predict(self, layer: int, row: int, state: torch.Tensor) -> Prediction:
+        """state [1, H]: the draft's residual stream after attention. Never waits."""
+        experts = self.choose(layer, state)
         if not experts.is_cuda:
             return Prediction(layer, row, experts, None)
         host = host_buffer(tuple(experts.shape), experts.dtype)

@@ -141,9 +141,14 @@ def _ids(tokens: Iterable[int], device: torch.device) -> torch.Tensor:
 def _read(finite: torch.Tensor, tokens: torch.Tensor) -> list[int]:
     """tokens [T] on the host, in one copy with whether their rows' best logits are finite [T]."""
     both: list[list[int]] = torch.stack((finite.long(), tokens)).tolist()
-    if not all(both[0]):
+    check_finite(all(both[0]))
+    return both[1]
+
+
+def check_finite(finite: bool) -> None:
+    """SpmoeError unless all logits that are about to be sampled were finite."""
+    if not finite:
         raise SpmoeError(
             "the model produced non-finite logits: nothing was sampled; "
             "check the pack with `spmoe-lite verify`, or use a wider precision"
         )
-    return both[1]

@@ -15,7 +15,7 @@ written by `credit` alone, and rejected positions never reach it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 ExpertKey = tuple[int, int]  # (layer, expert)
 POLICIES = ("layer-lru", "global-lru")
@@ -31,8 +31,19 @@ def choose_victim(
 class SlotTable:
     """`num_slots` slots for `num_layers` x `num_experts` experts, of which a token needs `k` a layer."""
 
-    def __init__(self, num_slots: int, num_layers: int, num_experts: int, k: int, policy: str):
+    def __init__(
+        self,
+        num_slots: int,
+        num_layers: int,
+        num_experts: int,
+        k: int,
+        policy: str,
+        spare: int = 0,
+    ):
+        """The last `spare` slots are in no pool: what the device copies ahead of need lands there."""
         every = num_layers * num_experts
+        self.spare = list(range(num_slots - spare, num_slots))
+        num_slots -= spare
         assert policy in POLICIES and min(2, every) <= num_slots <= every
         self.num_slots = num_slots
         self.policy = policy
@@ -121,6 +132,27 @@ class SlotTable:
     def credit(self, key: ExpertKey, position: int) -> None:
         """An accepted token at `position` used the expert."""
         self.last_used[key] = position
+
+    def places(self, layer: int) -> list[tuple[int, int | None]]:
+        """The slots of a layer's own share, and the expert that is intact in each."""
+        assert not self.shared
+        expert_in = {self._slot_of[key]: key[1] for key in self._resident[layer]}
+        return [(slot, expert_in.get(slot)) for slot in self._shares[layer]]
+
+    def adopt(
+        self, places: Sequence[Sequence[tuple[int, int | None]]], spare: Sequence[int]
+    ) -> None:
+        """What `places` gave for every layer, and `spare`, after somebody else has had the slots."""
+        assert not self.shared
+        self.spare = list(spare)
+        self._shares = [[slot for slot, _ in layer] for layer in places]
+        self._slot_of = {
+            (layer, expert): slot
+            for layer, row in enumerate(places)
+            for slot, expert in row
+            if expert is not None
+        }
+        self.settle(())
 
     def residents(self) -> set[ExpertKey]:
         return set().union(*self._resident)

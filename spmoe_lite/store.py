@@ -20,8 +20,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from spmoe_lite.hostmap import HostMap
 from spmoe_lite.pack import Pack
-from spmoe_lite.progress import check
+from spmoe_lite.progress import OnProgress, Progress, check
 from spmoe_lite.slab import DeviceSlab, HostSlab
 from spmoe_lite.slots import ExpertKey, SlotTable
 from spmoe_lite.stats import Counters
@@ -39,12 +40,15 @@ class ExpertStore:
         table: SlotTable,
         counters: Counters,
         device: torch.device,
+        host: HostMap | None = None,
     ):
+        """`host`: where experts have an address that the device reads; else they come from `pack`."""
         self.table = table
         self.counters = counters
         self.cancel: threading.Event | None = None
         self.trace: dict[int, list[list[int]]] = {}  # layer -> the ids of each row of the pass
         self._pack = pack
+        self._host = host
         self._slab = slab
         self._device = device
         self._lock = threading.Lock()  # in `with` itself: Condition's own is no match for Ctrl-C
@@ -105,6 +109,66 @@ class ExpertStore:
             self._expected.clear()
             self._prefetched.clear()
             self._in_pass = False
+
+    def load_all(self, on_progress: OnProgress | None, cancel: threading.Event | None) -> None:
+        """Fill the slots of a model whose experts all have one."""
+        c = self._pack.config
+        keys = [(i, e) for i in range(c.num_hidden_layers) for e in range(c.num_local_experts)]
+        stride = self._pack.expert_layout.stride
+        for done, key in enumerate(keys):
+            check(cancel)
+            if on_progress is not None:
+                on_progress(Progress("experts", done * stride, len(keys) * stride, "bytes"))
+            placed = self.table.place(key)
+            assert placed is not None
+            self._fill(key, placed[0])
+        self._slab.wait_filled([self.table.slot(key) for key in keys])
+
+    def addresses(self) -> torch.Tensor:
+        """int64 [L, E] on the device: the slot of every expert, where all have one."""
+        c = self._pack.config
+        rows = [
+            [self._slab.address(self.table.slot((layer, e))) for e in range(c.num_local_experts)]
+            for layer in range(c.num_hidden_layers)
+        ]
+        return torch.tensor(rows, dtype=torch.int64).to(self._device)
+
+    def found(
+        self, trace: np.ndarray, missed: np.ndarray | None, fetched: np.ndarray | None
+    ) -> None:
+        """What a pass without the host did: trace [L, T, k], missed [L, E], fetched [n, 2]."""
+        self._in_pass, self._prefill = True, False
+        self.trace = dict(enumerate(trace.tolist()))
+        self._missed = set()
+        if missed is None or fetched is None:
+            return
+        self._missed = {(layer, e) for layer, e in np.argwhere(missed).tolist()}
+        useful = sum(bool((trace[layer] == expert).any()) for layer, expert in fetched)
+        self.counters.loads += len(self._missed)
+        self.counters.prefetches += len(fetched)
+        self.counters.prefetch_useful += useful
+        self.counters.prefetch_wasted += len(fetched) - useful
+        moved = len(self._missed) + len(fetched)
+        self.counters.bytes_moved += moved * self._pack.expert_layout.stride
+
+    def host_addresses(self) -> torch.Tensor | None:
+        """int64 [L, E], where the device reads each expert in host memory; None if it cannot, for any."""
+        c, host = self._pack.config, self._host
+        rows = [
+            [None if host is None else host.address(layer, e) for e in range(c.num_local_experts)]
+            for layer in range(c.num_hidden_layers)
+        ]
+        return None if any(None in row for row in rows) else torch.tensor(rows, dtype=torch.int64)
+
+    @property
+    def base(self) -> int:
+        """Address of the first slot."""
+        return self._slab.address(0)
+
+    @property
+    def position(self) -> int:
+        """Accepted tokens so far, the clock of recency."""
+        return self._position
 
     def would_miss(self, key: ExpertKey) -> bool:
         """Whether `key`, needed by the pass that just ran, was absent before this step's prefetches."""
@@ -239,8 +303,12 @@ class ExpertStore:
         def read(out: np.ndarray, offset: int) -> None:
             self._pack.read_expert(*key, out, offset)
 
+        source = None if self._host is None else self._host.address(*key)
         try:
-            self._slab.fill(slot, read)
+            if source is None:
+                self._slab.fill(slot, read)
+            else:
+                self._slab.fill_from(slot, source)
         except BaseException:
             with self._lock:
                 self.table.drop(key)

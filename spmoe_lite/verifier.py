@@ -28,11 +28,15 @@ class Verdict:
 
 
 def verify(
-    draft_tokens: Sequence[int], logits: torch.Tensor, sampler: Sampler, context: Sequence[int]
+    draft_tokens: Sequence[int],
+    logits: torch.Tensor,
+    sampler: Sampler,
+    context: Sequence[int],
+    best: list[int] | None = None,
 ) -> Verdict:
-    """logits [N + 1, V] of the target for N proposals after `context`."""
+    """logits [N + 1, V] of the target for N proposals after `context`; `best` of each row, if known."""
     assert len(logits) == len(draft_tokens) + 1
-    greedy = sampler.pick_greedy(logits) if sampler.greedy else None
+    greedy = (best or sampler.pick_greedy(logits)) if sampler.greedy else None
     tokens: list[int] = []
     for row in range(len(draft_tokens) + 1):
         so_far = [*context, *tokens]
