@@ -779,9 +779,9 @@ def replay_trace(
     rejected tokens too, copies also what was fetched ahead. Seconds are the bus alone: every copy at
     the rate of --link, none hidden behind computing.
 
-    Policies: layer-lru, global-lru, layer-lfru, global-lfru, static, stream, prefetch (the engine's
-    own), and layer-belady, global-belady, belady-bypass, which know the future and bound the others.
-    docs/cache.md says what each does.
+    Policies: layer-lru and global-lru, as --policy of `run`; prefetch, layer-lru with the draft's
+    predictions; textbook-lru, layer-lfru, global-lfru, static, stream; and layer-belady, global-belady,
+    belady-bypass, which know the future and bound the others. docs/cache.md says what each does.
     """
     from dataclasses import asdict
 

@@ -4,7 +4,7 @@ One layer of one pass is one event, and its members, the experts that any row of
 served together (event-atomic replay, arXiv 2608.07911, definition 2):
 
     missed: the members without a slot when the layer begins
-    recency and frequency are credited, for accepted rows alone
+    uses by accepted rows are noted, those by rejected rows never count as use
     each missed member takes a free slot, else that of a victim, never of a member of the same event;
     one that finds no victim is used and not kept
 
@@ -39,7 +39,8 @@ NEVER = 1 << 62  # the next use of an expert that is not used again
 
 POLICIES = {
     "layer-lru": "every layer owns an equal share of the slots; the least recently used leaves",
-    "global-lru": "one pool; the least recently used leaves",
+    "global-lru": "one pool; by the token that used it last, known when the pass is over: the engine's",
+    "textbook-lru": "one pool; by the moment of the last use",
     "layer-lfru": "shares; the least uses / (events since the last + 1) leaves (arXiv 2608.07911)",
     "global-lfru": "the same with one pool",
     "static": "the most frequent experts, for good (Fiddler, llama.cpp)",
@@ -56,7 +57,7 @@ class Event(NamedTuple):
     """One layer of one pass."""
 
     layer: int
-    index: int  # among all events
+    number: int  # among all events
     decode: bool
     members: tuple[int, ...]  # keys, ascending: the union over all rows
     used: tuple[tuple[int, int, int], ...]  # (key, last row, choices) of the accepted rows
@@ -117,7 +118,7 @@ class Timeline:
             if step.decode:
                 for event in step.events:
                     for key in event.members:
-                        found[key].append(event.index)
+                        found[key].append(event.number)
         for events in found:
             events.append(NEVER)
         return found
@@ -187,15 +188,31 @@ class Policy:
 
 
 class LRU(Policy):
-    """Whose last use is oldest leaves, by event, accepted row, key; never used comes first.
+    """Whom the oldest accepted token used last leaves; never used comes first, ties go by key.
 
-    One heap entry for each resident; uses only move it back, so it is corrected when it is looked at.
+    As in the engine a pass is credited when it is over and its accepted rows are known. One heap entry
+    for each resident; uses only move it back, so it is corrected when it is looked at.
     """
 
     def __init__(self, header: Header, slots: int, shared: bool):
         super().__init__(header, slots, shared)
         self._last = [-1] * (header.layers * header.experts)
         self._heaps: list[list[tuple[int, int]]] = [[] for _ in self._free]
+        self._tokens = 0  # accepted before the pass at hand
+        self._step: Step | None = None
+
+    def begin(self, step: Step) -> int:
+        if self._step is not None:
+            self._end(self._step)
+        self._step = step
+        return 0
+
+    def _end(self, step: Step) -> None:
+        last, tokens = self._last, self._tokens
+        for event in step.events:
+            for key, row, _ in event.used:
+                last[key] = tokens + row
+        self._tokens += step.accepted
 
     def _keep(self, pool: int, keys: Sequence[int]) -> None:
         super()._keep(pool, keys)
@@ -221,9 +238,16 @@ class LRU(Policy):
             heapq.heappush(heap, entry)
         return found
 
+
+class TextbookLRU(LRU):
+    """Whose last use is oldest leaves, layer by layer: over a sweep longer than the cache no hit."""
+
+    def _end(self, step: Step) -> None:
+        pass
+
     def _credit(self, event: Event) -> None:
         for key, row, _ in event.used:
-            self._last[key] = event.index << ROW_BITS | row
+            self._last[key] = event.number << ROW_BITS | row
 
 
 class Prefetch(LRU):
@@ -234,8 +258,8 @@ class Prefetch(LRU):
     """
 
     def begin(self, step: Step) -> int:
+        copies = super().begin(step)
         expected: set[int] = set()
-        copies = 0
         for keys in step.predicted:
             expected.update(keys)
             for key in keys:
@@ -274,7 +298,7 @@ class LFRU(Policy):
         able[[key - base for key in event.members]] = False
         keys = able.nonzero()[0] + base
         if count < len(keys):
-            score = self._uses[keys] / (event.index - self._last[keys] + 1)
+            score = self._uses[keys] / (event.number - self._last[keys] + 1)
             limit = np.partition(score, count - 1)[count - 1]
             below, level = keys[score < limit], keys[score == limit]
             keys = np.concatenate((below, level[: count - len(below)]))
@@ -282,7 +306,7 @@ class LFRU(Policy):
 
     def _credit(self, event: Event) -> None:
         for key, _, choices in event.used:
-            self._last[key] = event.index
+            self._last[key] = event.number
             self._uses[key] += choices
 
 
@@ -578,6 +602,8 @@ def _policy(name: str, timeline: Timeline, slots: int, frequent: list[int] | Non
     match name.removeprefix("layer-").removeprefix("global-"):
         case "lru":
             return LRU(header, slots, shared)
+        case "textbook-lru":
+            return TextbookLRU(header, slots, shared=True)
         case "lfru":
             return LFRU(header, slots, shared)
         case "belady":
