@@ -23,6 +23,16 @@ ways was taken.
 The query heads that share a KV head are rows of one tile: key and value are read once for all of
 them. The size of the tile is one for all T on a card, because the order of a sum over the keys of
 a block follows from it.
+
+Keys and values may differ in size: a key of 192 columns, whose next power of two is 256, is read as
+128 and 64 columns and its score added up in that order (`key_blocks`).
+
+With int8 caches, a code becomes q's dtype, which holds it exactly. The score of a key is multiplied
+by the key's scale, and a probability, after l has taken it, by the value's: that is rows x keys
+multiplications per block where the caches themselves would need keys x D. So that a probability
+times a small scale does not sink below fp16's range, scales count `GAIN` times there, and acc is
+divided by `GAIN` at the end of a split: powers of two, which change no mantissa. Both scales of a key
+are one word of 4 bytes, the least that is copied ahead while the blocks before are computed.
 Sources: FlashAttention-2, arXiv 2307.08691; Flash-Decoding (Dao et al. 2023); online softmax,
 Milakov and Gimelshein 2018, arXiv 1805.02867.
 """
@@ -39,6 +49,7 @@ LOG2_E = 1.4426950408889634
 ENOUGH_PROGRAMS = 256  # about two per multiprocessor of a large card: no need to spread the splits
 MAX_PARTS_BYTES = 128 << 20
 MERGE_D = 32  # lanes of one merging program, one per thread
+GAIN = tl.constexpr(64.0)  # times the largest scale, 65504 / 127, is still a number in fp16
 
 
 def splits_up_to(position: int) -> int:
@@ -50,6 +61,19 @@ def splits_up_to(position: int) -> int:
     if position < 8192:
         return (position - 4096) // 512 + 21
     return (position - 8192) // LONGEST.value + 29
+
+
+def key_blocks(head_dim: int, value_dim: int) -> tuple[int, int]:
+    """Columns of the two loads of a key; the second is 0 where one load wastes no more.
+
+    Keys as wide as values always take one load: their bits were published so.
+    """
+    whole = triton.next_power_of_2(head_dim)
+    first = whole // 2
+    second = max(16, triton.next_power_of_2(head_dim - first))  # 16: the least of a product
+    if head_dim == value_dim or first < 16 or first + second >= whole:
+        return whole, 0
+    return first, second
 
 
 @triton.jit
@@ -75,21 +99,46 @@ def _finite(m):
 
 @triton.jit
 def _attend_blocks(
-    m, l, acc, q, position, k_ptr, v_ptr, begin, end, window, scale,  # noqa: E741
-    KEY_STRIDE: tl.constexpr, D: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
+    m, l, acc, q, q_rest, position, k_ptr, v_ptr, kv_scale_ptr,  # noqa: E741
+    begin, end, window, scale,
+    HEADS_K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WINDOWED: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Add the keys [begin, end) to (m, l, acc); without MASKED, whole blocks that all rows see."""
     d, j = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_KEYS)
     for low in range(begin, end, BLOCK_KEYS):
         key = low + j
-        at = key.to(tl.int64)[:, None] * KEY_STRIDE + d[None, :]
+        at = key.to(tl.int64)[:, None] * (HEADS_K * D) + d[None, :]
         there = (d < D)[None, :]
         if MASKED:
             there = there & (key < end)[:, None]
-        k = tl.load(k_ptr + at, mask=there, other=0.0)
-        v = tl.load(v_ptr + at, mask=there, other=0.0)
+        k = tl.load(k_ptr + at, mask=there, other=0.0).to(q.dtype)
+        if BLOCK_REST > 0:
+            rest = BLOCK_D + tl.arange(0, BLOCK_REST)
+            at = key.to(tl.int64)[:, None] * (HEADS_K * D) + rest[None, :]
+            there = (rest < D)[None, :]
+            if MASKED:
+                there = there & (key < end)[:, None]
+            k_rest = tl.load(k_ptr + at, mask=there, other=0.0).to(q.dtype)
+        if DV != D:
+            dv = tl.arange(0, BLOCK_DV)
+            at = key.to(tl.int64)[:, None] * (HEADS_K * DV) + dv[None, :]
+            there = (dv < DV)[None, :]
+            if MASKED:
+                there = there & (key < end)[:, None]
+        v = tl.load(v_ptr + at, mask=there, other=0.0).to(q.dtype)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if BLOCK_REST > 0:
+            score = tl.dot(q_rest, tl.trans(k_rest), score, input_precision="ieee")
+        if kv_scale_ptr is not None:
+            if MASKED:
+                both = tl.load(kv_scale_ptr + key, mask=key < end, other=0)
+            else:
+                both = tl.load(kv_scale_ptr + key)
+            k_scale = both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            v_scale = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            score = score * k_scale[None, :]
         if MASKED:
             visible = (key[None, :] <= position[:, None]) & (key < end)[None, :]
             if WINDOWED:
@@ -100,6 +149,8 @@ def _attend_blocks(
         p = tl.exp2(score * scale - base[:, None])
         shrink = tl.exp2(m - base)
         l = l * shrink + tl.sum(p, axis=1)  # noqa: E741
+        if kv_scale_ptr is not None:
+            p = p * (v_scale * GAIN)[None, :]
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         m = new_m
     return m, l, acc
@@ -108,70 +159,89 @@ def _attend_blocks(
 @triton.jit
 def _attend_split(
     q,  # [BLOCK_ROWS, BLOCK_D]
+    q_rest,  # [BLOCK_ROWS, BLOCK_REST], columns from BLOCK_D on; None if BLOCK_REST is 0
     position,  # [BLOCK_ROWS], of each row
     first,  # lowest position of a row
     last,  # highest position of a row
     k_ptr,  # of this KV head
     v_ptr,
+    kv_scale_ptr,  # of this KV head, or None
     split,
     window,
     scale,  # includes log2(e)
-    KEY_STRIDE: tl.constexpr,
+    HEADS_K: tl.constexpr,
     D: tl.constexpr,
+    DV: tl.constexpr,
     WINDOWED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
 ):
-    """m [BLOCK_ROWS], l [BLOCK_ROWS], acc [BLOCK_ROWS, BLOCK_D] over one split."""
+    """m [BLOCK_ROWS], l [BLOCK_ROWS], acc [BLOCK_ROWS, BLOCK_DV] over one split."""
     m = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     l = tl.zeros((BLOCK_ROWS,), tl.float32)  # noqa: E741
-    acc = tl.zeros((BLOCK_ROWS, BLOCK_D), tl.float32)
+    acc = tl.zeros((BLOCK_ROWS, BLOCK_DV), tl.float32)
     low = _split_begin(split)
     end = tl.minimum(_split_begin(split + 1), last + 1)
     if WINDOWED:  # blocks that begin outside some row's window
         whole = low + tl.cdiv(tl.maximum(last - window + 1 - low, 0), BLOCK_KEYS) * BLOCK_KEYS
         whole = tl.minimum(whole, end)
         m, l, acc = _attend_blocks(  # noqa: E741
-            m, l, acc, q, position, k_ptr, v_ptr, low, whole, window, scale,
-            KEY_STRIDE, D, WINDOWED, True, BLOCK_KEYS, BLOCK_D,
+            m, l, acc, q, q_rest, position, k_ptr, v_ptr, kv_scale_ptr,
+            low, whole, window, scale, HEADS_K, D, DV, WINDOWED, True,
+            BLOCK_KEYS, BLOCK_D, BLOCK_REST, BLOCK_DV,
         )  # fmt: skip
         low = whole
     # Whole blocks that all rows see, then the diagonal and the end.
     whole = low + tl.maximum(tl.minimum(end, first + 1) - low, 0) // BLOCK_KEYS * BLOCK_KEYS
     m, l, acc = _attend_blocks(  # noqa: E741
-        m, l, acc, q, position, k_ptr, v_ptr, low, whole, window, scale,
-        KEY_STRIDE, D, WINDOWED, False, BLOCK_KEYS, BLOCK_D,
+        m, l, acc, q, q_rest, position, k_ptr, v_ptr, kv_scale_ptr,
+        low, whole, window, scale, HEADS_K, D, DV, WINDOWED, False,
+        BLOCK_KEYS, BLOCK_D, BLOCK_REST, BLOCK_DV,
     )  # fmt: skip
-    return _attend_blocks(
-        m, l, acc, q, position, k_ptr, v_ptr, whole, end, window, scale,
-        KEY_STRIDE, D, WINDOWED, True, BLOCK_KEYS, BLOCK_D,
+    m, l, acc = _attend_blocks(  # noqa: E741
+        m, l, acc, q, q_rest, position, k_ptr, v_ptr, kv_scale_ptr,
+        whole, end, window, scale, HEADS_K, D, DV, WINDOWED, True,
+        BLOCK_KEYS, BLOCK_D, BLOCK_REST, BLOCK_DV,
     )  # fmt: skip
+    if kv_scale_ptr is not None:
+        acc = acc * (1.0 / GAIN)
+    return m, l, acc
 
 
-@triton.jit(do_not_specialize=["num_tokens", "start", "window", "num_splits"])
+@triton.jit(do_not_specialize=["num_tokens", "start", "window", "num_splits", "capacity"])
 def _attention_kernel(
     q_ptr,  # [T, HEADS_K * GROUP, D]
     k_ptr,  # [C, HEADS_K, D]
-    v_ptr,  # [C, HEADS_K, D]
-    out_ptr,  # [T, HEADS_K * GROUP, D]; [splits, T, HEADS_K * GROUP, D] fp32 if SPREAD
+    v_ptr,  # [C, HEADS_K, DV]
+    kv_scale_ptr,  # [HEADS_K, C] pairs of fp16 as int32 where the caches are int8, else None
+    out_ptr,  # [T, HEADS_K * GROUP, DV]; [splits, T, HEADS_K * GROUP, DV] fp32 if SPREAD
     stats_ptr,  # [2, T, HEADS_K * GROUP, splits] fp32, m and l, if SPREAD
     num_tokens,
-    start,
+    start,  # position of the first token, or where it is to be read if ON_DEVICE
     window,
-    num_splits,
+    num_splits,  # if ON_DEVICE, the most there may be
+    capacity,  # C of the scales
     scale,
+    ON_DEVICE: tl.constexpr,
     HEADS_K: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
+    DV: tl.constexpr,
     WINDOWED: tl.constexpr,
     SPREAD: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,  # 0, or the columns of q and k from BLOCK_D on
+    BLOCK_DV: tl.constexpr,
 ):
     wait_for_previous(PDL)
+    if ON_DEVICE:
+        start = tl.load(start)
     head = tl.program_id(1)
     # The last rows see most keys, and the last splits are the longest: begin with them.
     row_tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -183,19 +253,30 @@ def _attention_kernel(
     q_head = token.to(tl.int64) * (HEADS_K * GROUP) + head * GROUP + row % GROUP
     there = mine[:, None] & (d < D)[None, :]
     q = tl.load(q_ptr + q_head[:, None] * D + d[None, :], mask=there, other=0.0)
+    q_rest = None
+    if BLOCK_REST > 0:
+        rest = BLOCK_D + tl.arange(0, BLOCK_REST)
+        rest_there = mine[:, None] & (rest < D)[None, :]
+        q_rest = tl.load(q_ptr + q_head[:, None] * D + rest[None, :], mask=rest_there, other=0.0)
 
     first = start + row_tile * BLOCK_ROWS // GROUP
     last = start + tl.minimum((row_tile * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP, num_tokens - 1)
     k_ptr += head * D
-    v_ptr += head * D
+    v_ptr += head * DV
+    if kv_scale_ptr is not None:
+        kv_scale_ptr += head.to(tl.int64) * capacity
     if SPREAD:
         place = num_splits - 1 - tl.program_id(2)
         split = place
         if WINDOWED:
             split += _splits_up_to(tl.maximum(start - window + 1, 0)) - 1
+        if ON_DEVICE:
+            if split >= _splits_up_to(start + num_tokens - 1):
+                return
         m, l, acc = _attend_split(  # noqa: E741
-            q, position, first, last, k_ptr, v_ptr, split, window, scale,
-            HEADS_K * D, D, WINDOWED, BLOCK_ROWS, BLOCK_KEYS, BLOCK_D,
+            q, q_rest, position, first, last, k_ptr, v_ptr, kv_scale_ptr,
+            split, window, scale, HEADS_K, D, DV, WINDOWED,
+            BLOCK_ROWS, BLOCK_KEYS, BLOCK_D, BLOCK_REST, BLOCK_DV,
         )  # fmt: skip
         num_rows = num_tokens.to(tl.int64) * (HEADS_K * GROUP)
         tl.store(stats_ptr + q_head * num_splits + place, m, mask=mine)
@@ -207,53 +288,68 @@ def _attention_kernel(
             split = _splits_up_to(tl.maximum(first - window + 1, 0)) - 1
         m = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
         l = tl.zeros((BLOCK_ROWS,), tl.float32)  # noqa: E741
-        acc = tl.zeros((BLOCK_ROWS, BLOCK_D), tl.float32)
+        acc = tl.zeros((BLOCK_ROWS, BLOCK_DV), tl.float32)
         for later in range(split, _splits_up_to(last)):
             split_m, split_l, split_acc = _attend_split(
-                q, position, first, last, k_ptr, v_ptr, later, window, scale,
-                HEADS_K * D, D, WINDOWED, BLOCK_ROWS, BLOCK_KEYS, BLOCK_D,
+                q, q_rest, position, first, last, k_ptr, v_ptr, kv_scale_ptr,
+                later, window, scale, HEADS_K, D, DV, WINDOWED,
+                BLOCK_ROWS, BLOCK_KEYS, BLOCK_D, BLOCK_REST, BLOCK_DV,
             )  # fmt: skip
             new_m = tl.maximum(m, split_m)
             old, new = tl.exp2(m - _finite(new_m)), tl.exp2(split_m - _finite(new_m))
             m = new_m
             l = tl.fma(split_l, new, l * old)  # noqa: E741
-            new = tl.broadcast_to(new[:, None], (BLOCK_ROWS, BLOCK_D))
+            new = tl.broadcast_to(new[:, None], (BLOCK_ROWS, BLOCK_DV))
             acc = tl.fma(split_acc, new, acc * old[:, None])
         acc = acc / l[:, None]
     start_next(PDL)
-    out_at = out_ptr + q_head[:, None] * D + d[None, :]
+    if DV != D:
+        d = tl.arange(0, BLOCK_DV)
+        there = mine[:, None] & (d < DV)[None, :]
+    out_at = out_ptr + q_head[:, None] * DV + d[None, :]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "start", "window", "num_splits"])
 def _merge_kernel(
     parts_ptr,  # [splits, rows, D] fp32
     stats_ptr,  # [2, rows, splits] fp32
     out_ptr,  # [rows, D]
     num_rows,
+    num_tokens,
+    start,  # as in the kernel before, and the next ones
+    window,
     num_splits,
+    ON_DEVICE: tl.constexpr,
+    WINDOWED: tl.constexpr,
     D: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
     wait_for_previous(PDL)
+    count = num_splits
+    if ON_DEVICE:
+        start = tl.load(start)
+        count = _splits_up_to(start + num_tokens - 1)
+        if WINDOWED:
+            count -= _splits_up_to(tl.maximum(start - window + 1, 0)) - 1
     row = tl.program_id(0).to(tl.int64)
     d, s = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_SPLITS)
     m_ptr = stats_ptr + row * num_splits
     l_ptr = m_ptr + num_rows.to(tl.int64) * num_splits
     largest = tl.full((BLOCK_SPLITS,), float("-inf"), tl.float32)
-    for low in range(0, num_splits, BLOCK_SPLITS):
-        m = tl.load(m_ptr + low + s, mask=low + s < num_splits, other=float("-inf"))
+    for low in range(0, count, BLOCK_SPLITS):
+        m = tl.load(m_ptr + low + s, mask=low + s < count, other=float("-inf"))
         largest = tl.maximum(largest, m)
     m = tl.max(largest, axis=0)
 
-    l = tl.zeros((1,), tl.float32)  # noqa: E741
+    l, zero = tl.zeros((1,), tl.float32), tl.zeros((1,), tl.int64)  # noqa: E741
     acc = tl.zeros((BLOCK_D,), tl.float32)
-    for low in range(0, num_splits, BLOCK_SPLITS):
+    for low in range(0, count, BLOCK_SPLITS):
         for i in tl.static_range(BLOCK_SPLITS):  # unrolled: all loads are under way at once
-            split = low + i + tl.zeros((1,), tl.int64)
-            inside = split < num_splits
+            split = low + i + zero
+            inside = split < count
             split_m = tl.load(m_ptr + split, mask=inside, other=float("-inf"))
             split_l = tl.load(l_ptr + split, mask=inside, other=0.0)
             part_at = parts_ptr + (split * num_rows + row) * D + d
@@ -269,40 +365,58 @@ def attention_triton(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    start: int,
+    start: int | torch.Tensor,
     window: int | None = None,
+    scale: float | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launch attention; arguments as `attention`."""
     q = q.contiguous()
-    assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.dtype == q.dtype
+    stored = q.dtype if kv_scales is None else torch.int8
+    assert k_cache.dtype == v_cache.dtype == stored
+    assert k_cache.is_contiguous() and v_cache.is_contiguous()
+    if kv_scales is not None:
+        assert kv_scales.is_contiguous() and kv_scales.dtype == torch.float16
+        assert len(kv_scales) == k_cache.shape[1] and kv_scales.shape[1] >= len(k_cache)
+        kv_scales = kv_scales.view(torch.int32)
     tokens, num_heads, head_dim = q.shape
-    out = torch.empty_like(q)
+    heads_k, value_dim = v_cache.shape[1:]
+    out = q.new_empty(tokens, num_heads, value_dim)
     if tokens == 0:
         return out
-    heads_k = k_cache.shape[1]
+    scale = head_dim**-0.5 if scale is None else scale
+    assert scale > 0  # the bound m is of rising scores
     group = num_heads // heads_k
-    config = attention_tile(capability_of(q), q.dtype)
+    config = attention_tile(capability_of(q), q.dtype, kv_scales is not None)
     overlapped = overlap_options(capability_of(q))
     row_tiles = triton.cdiv(tokens * group, config.rows)
-    before = 0 if window is None else splits_up_to(max(start - window + 1, 0)) - 1
-    splits = splits_up_to(start + tokens - 1) - before
+    on_device = isinstance(start, torch.Tensor)
+    if on_device:  # room for the longest context; of those that start late, windows have fewest
+        most = len(k_cache) if window is None else min(len(k_cache), window + tokens + 128)
+        splits = splits_up_to(most - 1)
+    else:
+        before = 0 if window is None else splits_up_to(max(start - window + 1, 0)) - 1
+        splits = splits_up_to(start + tokens - 1) - before
     parts_bytes = splits * out.numel() * 4
     spread = splits > 1 and row_tiles * heads_k < ENOUGH_PROGRAMS and parts_bytes <= MAX_PARTS_BYTES
     parts = stats = out
     if spread:
-        parts = q.new_empty(splits, tokens, num_heads, head_dim, dtype=torch.float32)
+        parts = q.new_empty(splits, tokens, num_heads, value_dim, dtype=torch.float32)
         stats = q.new_empty(2, tokens, num_heads, splits, dtype=torch.float32)
+    block_d, block_rest = key_blocks(head_dim, value_dim)
     _attention_kernel[row_tiles, heads_k, splits if spread else 1](
-        q, k_cache, v_cache, parts, stats, tokens, start, window or 0, splits,
-        head_dim**-0.5 * LOG2_E,
-        HEADS_K=heads_k, GROUP=group, D=head_dim, WINDOWED=window is not None, SPREAD=spread,
-        BLOCK_ROWS=config.rows, BLOCK_KEYS=config.keys, BLOCK_D=triton.next_power_of_2(head_dim),
+        q, k_cache, v_cache, kv_scales, parts, stats, tokens, start, window or 0, splits,
+        0 if kv_scales is None else kv_scales.shape[1], scale * LOG2_E, ON_DEVICE=on_device,
+        HEADS_K=heads_k, GROUP=group, D=head_dim, DV=value_dim,
+        WINDOWED=window is not None, SPREAD=spread,
+        BLOCK_ROWS=config.rows, BLOCK_KEYS=config.keys,
+        BLOCK_D=block_d, BLOCK_REST=block_rest, BLOCK_DV=triton.next_power_of_2(value_dim),
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True, **overlapped,
     )  # fmt: skip
     if spread:
-        _merge_kernel[tokens * num_heads, triton.cdiv(head_dim, MERGE_D)](
-            parts, stats, out, tokens * num_heads, splits,
-            D=head_dim, BLOCK_D=MERGE_D, BLOCK_SPLITS=32, num_warps=1, enable_fp_fusion=True,
-            **overlapped,
+        _merge_kernel[tokens * num_heads, triton.cdiv(value_dim, MERGE_D)](
+            parts, stats, out, tokens * num_heads, tokens, start, window or 0, splits,
+            ON_DEVICE=on_device, WINDOWED=window is not None, D=value_dim, BLOCK_D=MERGE_D,
+            BLOCK_SPLITS=32, num_warps=1, enable_fp_fusion=True, **overlapped,
         )  # fmt: skip
     return out

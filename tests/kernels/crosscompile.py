@@ -31,6 +31,7 @@ from spmoe_lite.kernels import (  # noqa: E402
     expert_gemm_triton,
     gate_triton,
     linear_triton,
+    rope_triton,
 )
 from spmoe_lite.quant import view_matrix  # noqa: E402
 
@@ -41,6 +42,7 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
+    torch.int8: "*i8",
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -94,7 +96,7 @@ def describe(kernel, bound: dict, options: dict, capability: tuple[int, int]) ->
     signature, constants, aligned = {}, {}, {}
     for index, param in enumerate(kernel.params):
         value = bound[param.name]
-        if param.is_constexpr:
+        if param.is_constexpr or value is None:
             signature[param.name], constants[param.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[param.name] = POINTERS[value.dtype]
@@ -151,6 +153,20 @@ def gate_call(experts: int, hidden: int, choices: int, dtype: torch.dtype):
     return lambda: gate_triton.norm_gate_topk_triton(x, x[0], 1e-5, router, choices)
 
 
+def attention_call(tokens: int, head_dim: int, coded: bool, dtype: torch.dtype):
+    q = torch.empty(tokens, 32, head_dim, dtype=dtype)
+    k, v = (torch.empty(4096, 8, d, dtype=torch.int8 if coded else dtype) for d in (head_dim, 128))
+    scales = torch.empty(8, 4096, 2, dtype=torch.float16) if coded else None
+    return lambda: attention_triton.attention_triton(q, k, v, 1024, kv_scales=scales)
+
+
+def rope_call(dtype: torch.dtype):
+    q, k, v = torch.empty(5, 48, 128, dtype=dtype).split([32, 8, 8], 1)
+    turn, caches = torch.empty(4096, 64), torch.empty(2, 4096, 8, 128, dtype=torch.int8)
+    scales = torch.empty(8, 4096, 2, dtype=torch.float16)
+    return lambda: rope_triton.rope_and_store_triton(q, k, v, turn, turn, 7, *caches, scales)
+
+
 def jobs(capability: tuple[int, int]):
     """(module, call) of most tiles on 8.6 and 9.0, of those that need most elsewhere."""
     name, dtype = ("fp16", torch.float16) if capability < (8, 0) else ("bf16", torch.bfloat16)
@@ -164,12 +180,9 @@ def jobs(capability: tuple[int, int]):
         for weight in (name, *SCHEMES[:1]):
             yield linear_triton, linear_call(tokens, dtype, weight)
     for tokens in (2048,) if brief else (1, 2048):
-        q = torch.empty(tokens, 32, 128, dtype=dtype)
-        kv = torch.empty(4096, 8, 128, dtype=dtype)
-        yield (
-            attention_triton,
-            lambda q=q, kv=kv: attention_triton.attention_triton(q, kv, kv, 1024),
-        )
+        for head_dim, coded in ((128, False), (192, False), (128, True), (192, True)):
+            yield attention_triton, attention_call(tokens, head_dim, coded, dtype)
+    yield rope_triton, rope_call(dtype)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from spmoe_lite.kernels.attention import quantize_rows
 from spmoe_lite.kernels.rope import rope_and_store_reference
 from spmoe_lite.kernels.rope_triton import rope_and_store_triton
 
@@ -54,3 +55,67 @@ def test_columns_of_one_matrix_turn_as_their_copies_do(rope, device):
     apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     for other, others in (turned(*map(torch.clone, (q, k, v))), turned(*apart)):
         assert torch.equal(views, other) and torch.equal(cached, others)
+
+
+@pytest.mark.parametrize("rope", BOTH)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_int8_cache_takes_the_codes_of_the_rows_a_float_cache_would_hold(rope, dtype, device):
+    tokens, heads_kv, head_dim, start = 5, 3, 80, 2
+    q, k, v = rows(tokens, 9, heads_kv, head_dim, dtype, device)
+    sizes = torch.tensor([1.0, 1e-3, 64.0, 0.0, 3.0], device=device)[:, None, None]
+    k, v = (k * sizes).to(dtype), (v * sizes).to(dtype)
+    v[4, 0, 0] = float("nan")
+    turn = torch.randn(9, head_dim // 2, device=device)
+    turn = turn.cos(), turn.sin()
+    floats = torch.zeros(2, 9, heads_kv, head_dim, dtype=dtype, device=device)
+    plain = rope(q, k, v, *turn, start, floats[0], floats[1])
+    caches = torch.full_like(floats, 7, dtype=torch.int8)
+    scales = torch.full((heads_kv, 12, 2), 7.0, dtype=torch.float16, device=device)
+    got = rope(q, k, v, *turn, start, caches[0], caches[1], scales)
+    assert torch.equal(got, plain)
+    new = slice(start, start + tokens)
+    for which in (0, 1):
+        codes, want = quantize_rows(floats[which, new])
+        assert torch.equal(caches[which, new], codes)
+        torch.testing.assert_close(scales[:, new, which], want.T, rtol=0, atol=0, equal_nan=True)
+    assert scales[0, 6, 1].isnan() and not scales[0, 6, 0].isnan()
+    outside = torch.ones(12, dtype=torch.bool)
+    outside[new] = False
+    assert (scales[:, outside.to(device)] == 7).all() and (
+        caches[:, outside[:9].to(device)] == 7
+    ).all()
+    # The same row alone, or from another place of the pass.
+    alone, one = torch.zeros_like(caches), torch.zeros_like(scales)
+    rope(q[1:2], k[1:2], v[1:2], *turn, start + 1, alone[0], alone[1], one)
+    assert torch.equal(alone[:, 3], caches[:, 3]) and torch.equal(one[:, 3], scales[:, 3])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize("rope", BOTH)
+def test_codes_at_the_edges(rope, device):
+    inf, nan = float("inf"), float("nan")
+    v = torch.tensor(
+        [
+            [0.0, 0.0, -0.0, 0.0],
+            [1e-7, -1e-7, 0.0, 0.0],  # the scale would be less than fp16 has
+            [127.0, 0.5, 1.5, -2.5],  # scale 1: halves go to even
+            [-254.0, 3.0, 5.0, -253.0],
+            [8.3e6, -8.3e6, 0.0, 1.0],  # the scale is near fp16's largest
+            [1e7, 1.0, 0.0, 0.0],
+            [inf, 1.0, 0.0, 0.0],
+            [nan, 1.0, 0.0, 0.0],
+        ],
+        device=device,
+    )[:, None]
+    caches = torch.full((2, 8, 1, 4), 7, dtype=torch.int8, device=device)
+    scales = torch.empty(1, 8, 2, dtype=torch.float16, device=device)
+    turn = torch.ones(8, 2, device=device), torch.zeros(8, 2, device=device)
+    rope(torch.zeros_like(v), torch.zeros_like(v), v, *turn, 0, caches[0], caches[1], scales)
+    want = torch.zeros(8, 4, dtype=torch.int8)
+    want[2] = torch.tensor([127, 0, 2, -2])
+    want[3] = torch.tensor([-127, 2, 2, -126])
+    want[4] = torch.tensor([127, -127, 0, 0])
+    assert torch.equal(caches[1, :, 0].cpu(), want) and not caches[0].any()
+    stored = scales[0, :, 1]
+    assert stored[:2].tolist() == [0, 0] and stored[2:4].tolist() == [1, 2]
+    assert stored[4].isfinite() and stored[5:].isnan().all()
