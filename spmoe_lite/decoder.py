@@ -134,9 +134,10 @@ class Decoder:
 
     def _fits(self, count: int) -> bool:
         """Whether a step of `count` drafts stays within both caches."""
-        end = len(self.session.tokens) + count
-        drafting = count == 0 or end - 1 <= self.session.draft_kv.capacity
-        return end <= self.session.target_kv.capacity and drafting
+        known = len(self.session.tokens)
+        if count and (known < 2 or known + count - 1 > self.session.draft_kv.capacity):
+            return False
+        return known + count <= self.session.target_kv.capacity
 
     def _graph_step(
         self, count: int, sampler: Sampler, room: int, cancel: threading.Event | None

@@ -704,6 +704,8 @@ def _launch_tiles(model: Transformer) -> None:
 def _landing_slots(c: ModelConfig, slots: int, policy: str) -> int:
     """Slots set aside for experts that are copied ahead of need: one in sixteen, 16 at most."""
     room = slots - c.num_hidden_layers * c.num_experts_per_tok
+    if slots == c.num_hidden_layers * c.num_local_experts:
+        return 0
     return 0 if policy != "layer-lru" else max(0, min(16, max(1, slots // 16), room))
 
 

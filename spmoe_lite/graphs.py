@@ -70,12 +70,12 @@ class ResidentExperts:
     """An `ExpertSource` of a model whose experts all have a slot: address [L, E] int64 never changes."""
 
     def __init__(self, address: torch.Tensor):
-        self.chosen: list[torch.Tensor] = []  # [T, k] of each layer served
+        self.chosen: list[torch.Tensor] = []  # [T, k] of each layer served in the pass
         ids = torch.arange(address.shape[1], device=address.device).expand_as(address)
         self._use = torch.stack((ids, address, torch.zeros_like(address)), dim=2).contiguous()
 
     def begin_pass(self, rows: int) -> None:
-        pass
+        self.chosen.clear()
 
     def serve(self, layer: int, experts: torch.Tensor) -> Iterator[torch.Tensor]:
         self.chosen.append(experts)
@@ -126,6 +126,7 @@ class StepGraphs:
         self._stride, self._num_tokens = stride, num_tokens
         self._predictor = predictor if tables is not None else None
         self._resident = resident
+        self._sources: dict[tuple[Transformer, int], RoutedExperts | ResidentExperts] = {}
         device = target.device
         self._host_params = host_buffer((IDS + 3 + most,), torch.int32)
         self._params = torch.zeros_like(self._host_params, device=device)
@@ -145,7 +146,10 @@ class StepGraphs:
         sizes = sorted({1, self.most + 1})
         self._traces = {rows: self._trace(rows) for rows in sizes}
         self._verify = {rows: self._capture(self._run_verify, rows) for rows in sizes}
-        self._finish = {rows: self._capture(self._run_finish, rows) for rows in sizes}
+        self._finish = {}
+        if self.tables is not None:
+            self._finish = {rows: self._capture(self._run_finish, rows) for rows in sizes}
+            fetch(self.tables, stride, 0)  # nothing: it is compiled
         self._draft = [self._capture(self._run_draft, rows) for rows in (2, 1)] if draft else []
 
     def step(
@@ -170,7 +174,8 @@ class StepGraphs:
         compute = torch.cuda.current_stream()
         self._params.copy_(self._host_params, non_blocking=True)
         compute.wait_event(self._fetched)
-        self._finish[self._rows][0].replay()
+        if self.tables is not None:
+            self._finish[self._rows][0].replay()
         begun.record()
         proposal: list[int] = []
         for i in range(count):
@@ -325,10 +330,9 @@ class StepGraphs:
         return logits
 
     def _run_finish(self, rows: int) -> None:
-        if self.tables is not None:
-            credit(self.tables, self._traces[rows], self._param(ROWS), self._param(POSITION))
-            if self._predictor is not None:
-                settle(self.tables)
+        credit(self.tables, self._traces[rows], self._param(ROWS), self._param(POSITION))
+        if self._predictor is not None:
+            settle(self.tables)
 
     def _capture(self, run: Callable[[int], Any], rows: int) -> tuple[torch.cuda.CUDAGraph, Any]:
         run(rows)  # compiles and loads what the capture must not wait for
@@ -341,9 +345,14 @@ class StepGraphs:
     def _source(self, model: Transformer, rows: int) -> ExpertSource | None:
         if model.source is None:
             return None
-        if model in self._resident:
-            return ResidentExperts(self._resident[model])
-        return RoutedExperts(self.tables, self._traces[rows])
+        if (model, rows) not in self._sources:  # not while a capture is under way
+            if model in self._resident:
+                self._sources[model, rows] = ResidentExperts(self._resident[model])
+            else:
+                self._sources[model, rows] = RoutedExperts(self.tables, self._traces[rows])
+        source = self._sources[model, rows]
+        source.begin_pass(rows)
+        return source
 
     def _trace(self, rows: int) -> torch.Tensor:
         c = self._target.config

@@ -119,9 +119,10 @@ class ExpertStore:
             check(cancel)
             if on_progress is not None:
                 on_progress(Progress("experts", done * stride, len(keys) * stride, "bytes"))
-            placed = self.table.place(key)
-            assert placed is not None
-            self._fill(key, placed[0])
+            if self.table.slot(key) is None:
+                placed = self.table.place(key)
+                assert placed is not None
+                self._fill(key, placed[0])
         self._slab.wait_filled([self.table.slot(key) for key in keys])
 
     def addresses(self) -> torch.Tensor:

@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 
+from spmoe_lite import graphs
 from spmoe_lite.config import SamplingParams
 from spmoe_lite.converters import convert
 from spmoe_lite.engine import Engine
@@ -107,8 +108,9 @@ def test_kind_h_o22_slow_kernels_slow_copies_and_poisoned_slots(packs, monkeypat
     monkeypatch.setattr(DeviceSlab, "__init__", poisoned)
     for slow in ("kernel", "copy", "both"):
         with Engine.load(
-            packs["target"], packs["noisy"], device="cuda", slots=6, cutoff=3
+            packs["target"], packs["noisy"], device="cuda", slots=6, cutoff=3, pin="none"
         ) as engine:
+            assert engine.decoder.graphs is None
             store, slab = engine.decoder.store, engine.decoder.store._slab
             lend, send = store._lend, slab._send
 
@@ -128,6 +130,52 @@ def test_kind_h_o22_slow_kernels_slow_copies_and_poisoned_slots(packs, monkeypat
                 slab._send = slow_send
             got = engine.generate(PROMPT, max_tokens=400).result
         assert got.token_ids == expected.token_ids, slow
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("slots", [6, 9, 18, 24])
+def test_kind_h_o22_captured_steps_with_late_copies_and_poisoned_slots(
+    packs, slots, temperature, monkeypatch
+):
+    """The device decides: copies that dawdle, and verify passes that start at once or late."""
+    params = SamplingParams(temperature=temperature, seed=3)
+    expected = write(packs, draft=False, length=200, pin="none", sampling=params)
+    allocate, copy, replay = DeviceSlab.__init__, graphs.fetch, torch.cuda.CUDAGraph.replay
+
+    def poisoned(slab, *arguments):
+        allocate(slab, *arguments)
+        slab.slots.fill_(255)
+
+    def slow_copy(*arguments):
+        torch.cuda._sleep(400_000)
+        copy(*arguments)
+
+    def slow_replay(graph):
+        torch.cuda._sleep(400_000)
+        replay(graph)
+
+    monkeypatch.setattr(DeviceSlab, "__init__", poisoned)
+    for slow in ("nothing", "copies", "passes"):
+        with monkeypatch.context() as patch:
+            if slow == "copies":
+                patch.setattr(graphs, "fetch", slow_copy)
+            if slow == "passes":
+                patch.setattr(torch.cuda.CUDAGraph, "replay", slow_replay)
+            with Engine.load(
+                packs["target"], packs["noisy"], device="cuda", slots=slots, cutoff=3
+            ) as engine:
+                assert engine.decoder.graphs is not None
+                got = engine.generate(PROMPT, max_tokens=200, sampling=params).result
+                assert got.token_ids == expected.token_ids, slow
+                counters = engine.counters
+                if 6 < slots < 24 and slow != "copies":
+                    assert counters.prefetches > 0 and counters.prefetch_useful > 0
+                # A second answer: slots go to the host and back.
+                again = engine.generate(PROMPT[:7], max_tokens=40, sampling=params).result
+                assert (
+                    again.token_ids
+                    == engine.generate(PROMPT[:7], max_tokens=40, sampling=params).result.token_ids
+                )
 
 
 def test_kind_l_o37_another_thread_may_generate(packs):

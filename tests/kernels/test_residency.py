@@ -16,6 +16,7 @@ class World:
     """L layers of E experts whose bytes are their number, Q slots a layer, F landing slots."""
 
     def __init__(self, how, device, layers=3, experts=8, quota=3, landing=3, k=2, tokens=3):
+        device = "cpu" if how == "reference" else device
         self.how, self.k, self.tokens = how, k, tokens
         count = layers * experts
         self.host = torch.arange(count, dtype=torch.uint8).repeat_interleave(STRIDE)
@@ -180,7 +181,7 @@ def test_what_is_late_is_given_up(how, device):
     t = world.tables
     t.progress.fill_(-1)
     world.predict([[1, 2], [3, 4], [5, 6]], cutoff=2)
-    experts = torch.tensor([[1, 6]] * 3, dtype=torch.int32, device=device)
+    experts = torch.tensor([[1, 6]] * 3, dtype=torch.int32, device=world.device)
     world.route(t, 0, experts, world.use, world.trace[0])  # 1 is being copied: read, not kept
     assert [bool(line[2]) for line in world.use.tolist()[:2]] == [False, True]
     assert all(line[1] & 1 == 0 for line in world.use.tolist()[:2])
