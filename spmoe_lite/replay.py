@@ -589,11 +589,11 @@ def _calibration(trace: Trace, header: Header) -> Timeline:
 def _missing(name: str, timeline: Timeline, frequent: list[int] | None) -> str | None:
     """Why this trace says nothing about the policy; None if it does."""
     if name == "next-layer":
-        return "what a next layer's router says one layer early is not recorded"
+        return "a trace does not hold what the next layer's router says one layer early"
     if name == "prefetch" and not any(step.predicted for step in timeline.steps):
-        return "nothing was predicted; record with a draft, and without --no-prefetch"
+        return "it holds no predictions; docs/cache.md says how they are recorded"
     if name == "static" and frequent is None:
-        return "no decoding pass to learn from; raise --warm-up, or give --calibration"
+        return "it has no decoding pass to learn from; raise --warm-up, or give --calibration"
     return None
 
 

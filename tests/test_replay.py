@@ -301,8 +301,11 @@ def test_scores_come_by_slots_and_misses_and_what_cannot_be_said_is_left_out():
     "given, message",
     [
         ({"policies": ["lru"]}, "--policy lru: one of layer-lru, "),
-        ({"policies": ["prefetch"]}, "--policy prefetch: nothing was predicted"),
-        ({"policies": ["static"], "warm_up": 0}, "--policy static: no decoding pass to learn from"),
+        ({"policies": ["prefetch"]}, "--policy prefetch: it holds no predictions"),
+        (
+            {"policies": ["static"], "warm_up": 0},
+            "--policy static: it has no decoding pass to learn from",
+        ),
         ({"slots": [1]}, "--slots 1: 2 to 10"),
         ({"slots": [11]}, "--slots 11: 2 to 10"),
         ({"warm_up": 1.0}, "--warm-up 1: "),

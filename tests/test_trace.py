@@ -191,7 +191,7 @@ def test_newer_versions_and_missing_files_are_named(tmp_path):
 def packs(tmp_path_factory):
     """A target of 3 layers x 8 experts, and a poor draft of its shape."""
     folder = tmp_path_factory.mktemp("packs")
-    shape = {"layers": 3, "scale_head": 4.0, "experts": 8}
+    shape = {"layers": 3, "scale_head": 4.0, "experts": 8, "hidden": 128, "intermediate": 192}
     sources = {name: tiny.tiny_mixtral(folder / name, **shape) for name in ("target", "noisy")}
     disturb(sources["noisy"], 0.12)
     return {
@@ -201,7 +201,7 @@ def packs(tmp_path_factory):
 
 def answer(pack, draft, trace, prompt=(1, 17, 300), **options):
     """Text of a recorded run, and its counters."""
-    with Engine.load(pack, draft, device="cpu", trace=trace, **options) as engine:
+    with Engine.load(pack, draft, trace=trace, **({"device": "cpu"} | options)) as engine:
         result = engine.generate(list(prompt), max_tokens=40, sampling=SamplingParams()).result
         return result.token_ids, engine.counters.copy()
 
@@ -254,6 +254,18 @@ def test_replay_counts_what_the_engine_counted(packs, tmp_path, draft, policy, s
     assert (counters.accesses, counters.access_hits) == (score.accesses, score.access_hits)
     assert (counters.unique, counters.unique_hits) == (score.unique, score.unique_hits)
     assert counters.tokens == score.tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pin", ["all", "none"])
+def test_a_gpu_records_the_same_passes_captured_or_not(packs, tmp_path, pin):
+    options = {"device": "cuda", "slots": 12, "pin": pin, "cutoff": 3}
+    text, counters = answer(packs["target"], packs["noisy"], tmp_path / "t", **options)
+    passes = read_trace(tmp_path / "t").passes
+    assert sum(one.tokens for one in passes) == len(text) and len(passes) == counters.steps
+    assert any(one.predictions for one in passes) == (pin == "none")
+    accesses = sum(one.accepted * 2 * 3 for one in passes if one.kind == "decode")
+    assert counters.accesses == accesses
 
 
 def test_what_cannot_be_recorded_is_refused_before_the_weights(packs, tmp_path, monkeypatch):
