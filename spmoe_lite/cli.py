@@ -267,6 +267,15 @@ engine_options = options(
         help="Tokens of context; else the smaller of the model's and 8192.",
     ),
     click.option(
+        "--kv-type",
+        "--kv-cache-dtype",
+        "-ctk",
+        "-ctv",
+        type=click.Choice(["auto", "int8"]),
+        default="auto",
+        help="Of keys and values in the KV caches; auto: the float of the model.",
+    ),
+    click.option(
         "--device", default="auto", metavar="DEVICE", help="Where to run: auto, cpu, cuda, cuda:N."
     ),
     click.option("--threads", "-t", type=click.IntRange(1, 1024), metavar="N", help="CPU threads."),
@@ -920,6 +929,7 @@ def _load(target: Path, draft: Path | None, given: dict[str, Any]) -> Engine:
         "vram": given["vram"],
         "slots": given["slots"],
         "ctx_size": given["ctx_size"],
+        "kv_type": given["kv_type"],
         "prefetch": not given["no_prefetch"],
         "cutoff": given["cutoff"],
         "policy": given["policy"],

@@ -61,7 +61,7 @@ from spmoe_lite.kvcache import KVCache
 from spmoe_lite.manifest import Dtypes
 from spmoe_lite.model import Transformer
 from spmoe_lite.pack import Pack, view_weight
-from spmoe_lite.plan import ModelSize, Plan, make_plan, parse_size
+from spmoe_lite.plan import KV_TYPES, ModelSize, Plan, make_plan, parse_size
 from spmoe_lite.predictor import ExpertPredictor
 from spmoe_lite.prefetch import Prefetcher
 from spmoe_lite.progress import OnProgress, Progress, check
@@ -98,6 +98,7 @@ class Engine:
         self.default_sampling: SamplingParams
         self.decoder: Decoder
         self.ctx_size: int
+        self.kv_type = "auto"
         self.num_tokens: int
         self.eos_ids: frozenset[int]
         self.notices: list[str] = []  # what the user should know about this pair, one line each
@@ -121,6 +122,7 @@ class Engine:
         vram: str | int | float = "auto",
         slots: int | None = None,
         ctx_size: int | None = None,
+        kv_type: str = "auto",
         draft_tokens: int | str = DEFAULT_DRAFT_TOKENS,
         prefetch: bool = True,
         critical_experts: int | None = None,
@@ -138,7 +140,8 @@ class Engine:
 
         device: "auto", "cpu", "cuda", "cuda:N". vram: bytes, "20GiB", a fraction, or "auto" (free VRAM
         less 10 %; without a GPU half of the available RAM). slots: experts held at once, overrides what
-        vram allows. ctx_size: tokens of prompt and answer together. draft_tokens: proposals per step;
+        vram allows. ctx_size: tokens of prompt and answer together. kv_type: "auto" keeps keys and
+        values as the model computes them, "int8" in about half of that. draft_tokens: proposals per step;
         "auto" drafts as many as by default, and none while plain steps are measured to be faster.
         critical_experts: experts prefetched per draft token and layer (default: the router's k).
         cutoff: layers to prefetch for (default: from measured times). pin: how much of the pack may be
@@ -151,6 +154,8 @@ class Engine:
         check(cancel)
         if policy not in POLICIES:
             raise UsageError(f"--policy {policy}: one of {', '.join(POLICIES)}")
+        if kv_type not in KV_TYPES:
+            raise UsageError(f"--kv-type {kv_type}: one of {', '.join(KV_TYPES)}")
         length = _draft_length(draft_tokens)
         if cutoff is not None and cutoff < 0:
             raise UsageError(f"--cutoff {cutoff}: 0 for no prefetching, or the number of layers")
@@ -169,6 +174,7 @@ class Engine:
                 if pack.expert_layout is not None:
                     check_experts(place, pack.name, pack.expert_layout.dtype)
             engine._read_texts(template)
+            engine.kv_type = kv_type
             engine._make_plan(vram, slots, ctx_size, length.most)
             if on_plan is not None:
                 on_plan(engine.plan)
@@ -424,6 +430,7 @@ class Engine:
             rows=max(min(PREFILL_CHUNK, self.ctx_size), draft_tokens + 1),
             read_rate=_read_rate(target),
             product_rates=_product_rates(self.device, target.dtypes),
+            kv_type=self.kv_type,
         )
 
     def _load_models(
@@ -584,8 +591,9 @@ class Engine:
         return Transformer(c, tensors, context, store, layout), store
 
     def _kv_cache(self, model: Transformer, capacity: int) -> KVCache:
+        dtype = torch.int8 if self.kv_type == "int8" else model.dtype
         try:
-            return KVCache(model.config, capacity, model.dtype, self.device)
+            return KVCache(model.config, capacity, dtype, self.device)
         except (RuntimeError, MemoryError) as error:
             raise CapacityError(
                 f"the KV cache of {capacity} tokens does not fit on {self.device}; lower --ctx-size"

@@ -4,6 +4,9 @@
 has finished, so a pass that is cancelled or fails leaves the cache as it was. Truncating is the whole
 rollback: rejected rows are simply overwritten. A sliding window is applied by the attention kernel, so
 the bytes held are constant whatever the window.
+
+In int8 a row is codes and one scale per token and head (`kernels/attention.py`). They are made once, when
+the row is stored, and of that row alone: it makes no difference in which pass it came.
 """
 
 from __future__ import annotations
@@ -14,14 +17,23 @@ from spmoe_lite.config import ModelConfig
 
 
 class KVCache:
-    """keys and values [layers, capacity, kv_heads, head_dim]; one conversation of one model."""
+    """keys and values [layers, capacity, kv_heads, head_dim]; one conversation of one model.
+
+    In int8, scales of each layer [kv_heads, capacity, 2] fp16, of keys and of values; else None.
+    """
 
     def __init__(
         self, config: ModelConfig, capacity: int, dtype: torch.dtype, device: torch.device
     ):
+        """dtype: the model's own, or int8."""
         shape = (config.num_hidden_layers, capacity, config.num_key_value_heads, config.head_dim)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
+        pairs = (config.num_key_value_heads, capacity, 2)
+        self.scales: list[torch.Tensor | None] = [
+            torch.empty(pairs, dtype=torch.float16, device=device) if dtype == torch.int8 else None
+            for _ in range(config.num_hidden_layers)
+        ]
         self.capacity = capacity
         self.length = 0
 
@@ -31,4 +43,5 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        scales = sum(each.nbytes for each in self.scales if each is not None)
+        return self.keys.nbytes + self.values.nbytes + scales

@@ -86,7 +86,7 @@ class Transformer:
         self.blocks = [_block(tensors, i) for i in range(config.num_hidden_layers)]
         assert not tensors, f"unused tensors: {sorted(tensors)[:3]}"
         self.device = self.norm.device
-        self.dtype = self.norm.dtype  # of activations and KV cache
+        self.dtype = self.norm.dtype  # of activations, and of a KV cache that is not int8
         self.cos, self.sin = rope_tables(config.rope, config.head_dim, context, self.device)
 
     def forward(
@@ -148,9 +148,9 @@ class Transformer:
         q, k, v = qkv.split(
             [c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads], 1
         )
-        keys, values = kv.keys[layer], kv.values[layer]
-        q = rope_and_store(q, k, v, self.cos, self.sin, start, keys, values)
-        out = attention(q, keys, values, start, c.sliding_window)
+        keys, values, scales = kv.keys[layer], kv.values[layer], kv.scales[layer]
+        q = rope_and_store(q, k, v, self.cos, self.sin, start, keys, values, scales)
+        out = attention(q, keys, values, start, c.sliding_window, kv_scales=scales)
         return linear(out.reshape(rows, -1), block.o, block.o_bias, residual=x)
 
     def _experts(

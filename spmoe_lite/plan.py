@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from spmoe_lite.manifest import Dtypes
 
 MIN_SLOTS = 2
+KV_TYPES = ("auto", "int8")  # of KV caches; auto is the float of the model's activations
 DEQUANTISED = 8  # bytes a weight that the CPU dequantises for one product; measured: 6.3
 _UNITS = {"": 1, "B": 1, "K": 1e3, "M": 1e6, "G": 1e9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -114,6 +115,7 @@ def make_plan(
     rows: int,
     read_rate: float,
     product_rates: Mapping[str, float],
+    kv_type: str = "auto",
 ) -> Plan:
     """budget, and what is available at most, in bytes; rows: the largest pass.
 
@@ -121,18 +123,18 @@ def make_plan(
 
     `slots` overrides what the budget would give. CapacityError if less than the minimum fits.
     """
-    kv, kv_row = _kv(target, context), _kv(target, 1)
+    kv, kv_row = _kv(target, context, kv_type), _kv(target, 1, kv_type)
     draft_bytes = draft_kv = 0
     if draft is not None:
         longest = draft.config.max_position_embeddings
-        draft_kv = _kv(draft, min(context, longest))
+        draft_kv = _kv(draft, min(context, longest), kv_type)
         draft_bytes = draft.dense_bytes + draft.expert_count * draft.stride
         kv += draft_kv
-        kv_row += _kv(draft, 1) if context <= longest else 0
+        kv_row += _kv(draft, 1, kv_type) if context <= longest else 0
     models = [model for model in (target, draft) if model is not None]
     work = max(_workspace(model, rows) for model in models)
     if device == "cpu":
-        work += max(_dequantised(model) for model in models)
+        work += max(_dequantised(model, context, kv_type) for model in models)
     fixed = target.dense_bytes + draft_bytes + kv + work
     least = min(MIN_SLOTS, target.expert_count)
     if slots is not None and slots < least:
@@ -182,11 +184,12 @@ def make_plan(
     )
 
 
-def _kv(size: ModelSize, context: int) -> int:
-    """Bytes a `KVCache` of that capacity takes."""
+def _kv(size: ModelSize, context: int, kv_type: str) -> int:
+    """Bytes a `KVCache` of that capacity takes; a row in int8 has a scale of two bytes."""
     c = size.config
-    per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
-    return per_token * context * DTYPE_BYTES[size.dtypes.dense]
+    float_row = c.head_dim * DTYPE_BYTES[size.dtypes.dense]
+    row = c.head_dim + 2 if kv_type == "int8" else float_row
+    return 2 * c.num_hidden_layers * c.num_key_value_heads * row * context
 
 
 def _workspace(size: ModelSize, rows: int) -> int:
@@ -196,12 +199,17 @@ def _workspace(size: ModelSize, rows: int) -> int:
     return 4 * rows * (widest + 8 * c.hidden_size) + 4 * 16 * c.vocab_size
 
 
-def _dequantised(size: ModelSize) -> int:
-    """What the largest product with a quantised matrix takes on the CPU, which has no kernel for it."""
+def _dequantised(size: ModelSize, context: int, kv_type: str) -> int:
+    """What the largest product with codes takes on the CPU, which has no kernel for it.
+
+    The codes are a matrix, or a layer's int8 keys and values, both of which become fp32.
+    """
     c, dtypes = size.config, size.dtypes
     heads = c.num_attention_heads + 2 * c.num_key_value_heads
     rows = [(dtypes.embed, c.vocab_size), (dtypes.linear, heads * c.head_dim)]
     width = c.intermediate_size
     rows.append((dtypes.experts, width) if dtypes.experts else (dtypes.linear, 2 * width))
     most = max((n for dtype, n in rows if scheme_of(dtype) is not None), default=0)
-    return most * c.hidden_size * DEQUANTISED
+    keys = min(context, c.max_position_embeddings) if kv_type == "int8" else 0
+    layer = 2 * 4 * keys * c.num_key_value_heads * c.head_dim
+    return max(most * c.hidden_size * DEQUANTISED, layer)

@@ -412,7 +412,7 @@ def test_options_reach_the_engine(engine, typed, monkeypatch):
             *"--no-prefetch --cutoff 3 --policy global-lru --temperature 0.5 --top-k 4".split(),
             *"--top-p 0.8 --min-p 0.1 --repeat-penalty 1.1 --presence-penalty 0.2".split(),
             *"--frequency-penalty 0.3 -s 5 -n 6 -sys Brief. --stop A --stop B".split(),
-            *"--template t.jinja".split(),
+            *"--template t.jinja -ctk int8".split(),
         )
         == 0
     )
@@ -423,6 +423,7 @@ def test_options_reach_the_engine(engine, typed, monkeypatch):
         "slots": 9,
         "vram": "20GiB",
         "ctx_size": 99,
+        "kv_type": "int8",
         "device": "cpu",
         "prefetch": False,
         "cutoff": 3,
@@ -800,6 +801,7 @@ def test_what_does_not_fit_is_4_before_anything_is_loaded(tiny, typed, capsys):
         (["--device", "tpu"], 2),
         (["--vram", "lots"], 2),
         (["--ctx-size", "100000"], 2),
+        (["--kv-type", "q8_0"], 2),
         (["--template", "nowhere.jinja"], 3),
         (["--draft", "nowhere"], 3),
     ],

@@ -675,6 +675,7 @@ def test_kind_l_o37_import_touches_no_device_and_survives_a_fork():
         ({"device": "cpu", "critical_experts": 0}, UsageError, "critical_experts 0"),
         ({"device": "cpu", "critical_experts": 9}, UsageError, "critical_experts 9"),
         ({"device": "cpu", "ctx_size": 100000}, UsageError, "--ctx-size 100000"),
+        ({"device": "cpu", "kv_type": "q8_0"}, UsageError, "--kv-type q8_0: one of auto, int8"),
         ({"device": "cpu", "vram": "much"}, UsageError, "--vram much"),
         ({"device": "cpu", "vram": 1000}, CapacityError, "raise --vram"),
         ({"device": "cpu", "slots": 1}, CapacityError, "at least 2"),
@@ -774,8 +775,9 @@ def test_default_sampling_comes_from_the_checkpoint(tmp_path):
         )  # Hugging Face's default k
 
 
-def test_kind_i_o26_the_plan_counts_the_draft_and_is_what_is_used(packs):
-    with Engine.load(*packs, device="cpu", slots=6) as engine:
+@pytest.mark.parametrize("kv_type", ["auto", "int8"])
+def test_kind_i_o26_the_plan_counts_the_draft_and_is_what_is_used(packs, kv_type):
+    with Engine.load(*packs, device="cpu", slots=6, kv_type=kv_type) as engine:
         plan, decoder = engine.plan, engine.decoder
         assert plan.draft_bytes > 0
         kv = decoder.session.target_kv.nbytes + decoder.session.draft_kv.nbytes
@@ -784,8 +786,8 @@ def test_kind_i_o26_the_plan_counts_the_draft_and_is_what_is_used(packs):
         assert slab == plan.slots * plan.slot_bytes
         smaller = plan.total_bytes - plan.slot_bytes
     with pytest.raises(CapacityError, match="lower --slots to 5"):
-        Engine.load(*packs, device="cpu", slots=6, vram=smaller)
-    with Engine.load(*packs, device="cpu", vram=smaller) as engine:
+        Engine.load(*packs, device="cpu", slots=6, kv_type=kv_type, vram=smaller)
+    with Engine.load(*packs, device="cpu", kv_type=kv_type, vram=smaller) as engine:
         assert engine.plan.slots == 5
 
 

@@ -174,6 +174,38 @@ def test_kind_g_o16_greedy_text_is_the_same_with_any_draft(packs, plain, draft, 
         assert 0.05 < acceptance < 0.99  # rejections and acceptances both happened
 
 
+@pytest.fixture(scope="module")
+def plain_int8(packs):
+    return write(packs["target"], kv_type="int8")
+
+
+@pytest.mark.parametrize("draft, draft_tokens", [("twin", 8), ("noisy", 1), ("noisy", 4)])
+def test_kind_g_o16_text_over_int8_caches_is_the_same_with_any_draft(
+    packs, plain_int8, draft, draft_tokens
+):
+    how = {"draft_tokens": draft_tokens, "slots": 9, "kv_type": "int8"}
+    got = write(packs["target"], draft=packs[draft], **how)
+    assert got.token_ids == plain_int8.token_ids
+    assert 0.05 < got.stats.acceptance < 1 or draft == "twin"
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 512])
+def test_prefill_chunk_does_not_change_text_over_int8_caches(packs, plain_int8, monkeypatch, chunk):
+    from spmoe_lite import decoder
+
+    monkeypatch.setattr(decoder, "PREFILL_CHUNK", chunk)
+    assert write(packs["target"], kv_type="int8", slots=3).token_ids == plain_int8.token_ids
+
+
+def test_kind_i_o23_logit_bits_over_int8_caches_do_not_depend_on_slots(packs):
+    """And they are near those over caches in float, but not the same."""
+    expected, _ = logits(packs["target"], TOKENS, chunk=5, kv_type="int8", slots=24)
+    got, _ = logits(packs["target"], TOKENS, chunk=5, kv_type="int8", slots=3)
+    assert torch.equal(got, expected)
+    exact, _ = logits(packs["target"], TOKENS, chunk=5)
+    assert 1e-4 < (got - exact).norm() / exact.norm() < 0.02
+
+
 @pytest.mark.parametrize("sampling", [{"temperature": 0.9}, {"temperature": 1.3, "top_p": 0.9}])
 @pytest.mark.parametrize("draft", ["twin", "noisy", "other"])
 def test_kind_g_o20_sampled_text_is_the_same_with_any_draft(packs, draft, sampling):

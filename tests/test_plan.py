@@ -81,10 +81,11 @@ QUANTISED = ("bf16", "int8-g64", "int4-g64z", "int4-g32")
     slots=st.none() | st.integers(2, 40),
     context=st.integers(2, 8192),
     more=st.integers(0, 10**8),
+    kv_type=st.sampled_from(["auto", "int8"]),
 )
 @settings(max_examples=300, deadline=None)
 def test_kind_i_o26_every_single_advice_of_a_refusal_works(
-    target, draft, budget, slots, context, more
+    target, draft, budget, slots, context, more, kv_type
 ):
     def plan(**changes):
         asked = {"budget": budget, "slots": slots, "context": context, "draft": draft} | changes
@@ -96,6 +97,7 @@ def test_kind_i_o26_every_single_advice_of_a_refusal_works(
             rows=max(5, min(512, asked["context"])),
             read_rate=1e9,
             product_rates=dict.fromkeys(("fp16", *QUANTISED), 1e10),
+            kv_type=kv_type,
             **asked,
         )
         assert got.total_bytes <= got.budget
@@ -120,11 +122,11 @@ def test_kind_i_o26_every_single_advice_of_a_refusal_works(
         assert ("raise --vram" in text) != ("free " in text) or "lower" in text or "leave" in text
 
 
-def plan_of(target, device="cuda", slots=4, **rates):
+def plan_of(target, device="cuda", slots=4, kv_type="auto", **rates):
     rates = dict.fromkeys(("fp16", *QUANTISED), 1e10) | rates
     return make_plan(
         target, None, device=device, budget=10**12, available=10**12, slots=slots, context=100,
-        rows=8, read_rate=1e9, product_rates=rates,
+        rows=8, read_rate=1e9, product_rates=rates, kv_type=kv_type,
     )  # fmt: skip
 
 
@@ -147,3 +149,12 @@ def test_quantised_weights_narrow_no_kv_cache_and_take_room_to_dequantise_on_the
     assert plan_of(floats, "cpu").workspace_bytes == plan_of(floats).workspace_bytes
     head = plan_of(quantised, "cpu").workspace_bytes - plan_of(quantised).workspace_bytes
     assert head == 1000 * 192 * 8
+
+
+def test_int8_caches_take_a_byte_a_value_and_a_scale_a_row():
+    target = model(2, 4, 3)
+    coded = plan_of(target, kv_type="int8")
+    assert coded.kv_bytes == 2 * 2 * 2 * (16 + 2) * 100
+    assert coded.workspace_bytes == plan_of(target).workspace_bytes
+    layer = plan_of(target, "cpu", kv_type="int8").workspace_bytes - coded.workspace_bytes
+    assert layer == 2 * 2 * 16 * 100 * 4  # keys and values of a layer in fp32
