@@ -37,6 +37,12 @@ class Tile:
     t: int
     warps: int
     stages: int
+    registers: int = 0  # a thread may have so many, and a few values are parked; 0: what it takes
+
+    def options(self) -> dict[str, int]:
+        """Arguments of a launch."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return options | {"maxnreg": self.registers} if self.registers else options
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,7 @@ _SCALAR_CODES = (Tile(32, 128, 16, 4, 2), Tile(16, 128, 32, 4, 2))
 # long and half as many are in flight.
 _HOPPER_CODES: _Table = {
     "up": (
-        Tile(128, 128, 16, 4, 4),
+        Tile(128, 128, 16, 4, 4, 128),  # of 133: four programs on a multiprocessor, not three
         Tile(128, 128, 32, 4, 4),
         Tile(128, 128, 64, 4, 3),
         Tile(128, 128, 128, 4, 3),
@@ -160,6 +166,7 @@ def shipped(
                 e,
                 stages=max(2, e.stages // 2) if scheme.group == 128 else e.stages,
                 warps=8 if e.t == 128 else e.warps,  # four would spill
+                registers=0,
             )
             for e in entries
         )

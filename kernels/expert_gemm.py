@@ -67,7 +67,7 @@ def expert_down(
     layout: ExpertLayout,
     out: torch.Tensor,
 ) -> None:
-    """h [T, k, I], experts [T, k] int32, use [n, 3] int64 -> fills out [T, k, H].
+    """h [T, k, I], experts [T, k] int32, use [n, 3] int64 -> fills out, from `new_partial`.
 
     Writes down of an expert through to its second address. CPU tensors take the reference.
     """
@@ -79,18 +79,38 @@ def expert_down(
         expert_down_reference(h, experts, use, layout, out)
 
 
-def combine(
-    partial: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
-) -> torch.Tensor:
-    """partial [T, k, H], weights [T, k] fp32 -> [T, H] in partial's dtype, in the router's order.
+def new_partial(x: torch.Tensor, experts: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
+    """What `expert_down` fills and `combine` adds, for x [T, H] and experts [T, k].
 
-    A residual [T, H] is added to the rounded sum and the result rounded again.
+    [T, k, H] in x's dtype; on the GPU, for few tokens and quantised weights, [segments, T, k, H]
+    fp32: the product over each segment of K apart, so that there are enough programs.
+    """
+    shape = (*experts.shape, layout.hidden_size)
+    if x.is_cuda:
+        from .expert_gemm_triton import SOME, down_segments
+
+        segments = down_segments(layout)[1]
+        if segments > 1 and len(x) <= SOME:
+            return x.new_empty(segments, *shape, dtype=torch.float32)
+    return x.new_empty(shape)
+
+
+def combine(
+    partial: torch.Tensor,
+    weights: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """partial from `new_partial`, weights [T, k] fp32 -> [T, H], in the router's order.
+
+    The result is in `dtype`, partial's unless given. Segments are added and rounded to it first. A
+    residual [T, H] is added to the rounded sum and the result rounded again.
     """
     if partial.is_cuda:
         from .expert_gemm_triton import combine_triton
 
-        return combine_triton(partial, weights, residual)
-    return combine_reference(partial, weights, residual)
+        return combine_triton(partial, weights, residual, dtype)
+    return combine_reference(partial, weights, residual, dtype)
 
 
 def expert_up_reference(
@@ -132,13 +152,22 @@ def expert_down_reference(
 
 
 def combine_reference(
-    partial: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
+    partial: torch.Tensor,
+    weights: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The same by torch."""
+    dtype = dtype or partial.dtype
+    if partial.dim() == 4:
+        whole = partial[0].clone()
+        for segment in partial[1:]:
+            whole += segment
+        partial = whole.to(dtype)
     total = partial[:, 0].float() * weights[:, :1]
     for j in range(1, partial.shape[1]):
         total.addcmul_(partial[:, j].float(), weights[:, j : j + 1])
-    y = total.to(partial.dtype)
+    y = total.to(dtype)
     return y if residual is None else residual + y
 
 

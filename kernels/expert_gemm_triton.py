@@ -13,6 +13,10 @@ alignment, so it is declared again after the cast; without it every load is scal
 4.2 TB/s, H200). With a second address the weights are stored there as they are read, so that an
 expert in host memory crosses the bus once for both uses.
 
+With few tokens down alone has too few programs for a large card. For codes its K may be cut into
+segments, as in `linear_triton.py`: each is a program that writes fp32, and `_combine_kernel` adds
+them in order and rounds; for many tokens one program walks through them.
+
 Same bits for a row whatever stands beside it: see `tile_triton.py`; each (row, choice) is written
 by one program at a place of its own, and `_combine_kernel` adds the choices in the router's order.
 """
@@ -42,7 +46,9 @@ if TYPE_CHECKING:
     from spmoe_lite.config import ExpertLayout
 
 ORDER_BLOCK = 1024
-COMBINE_BLOCK = 1024
+COMBINE_BLOCKS = 256, 1024  # columns of a program, for few and for many tokens
+SEGMENT_STEP = 256  # a multiple of every K step for codes in `configs.py`, and of two groups
+DOWN_SEGMENTS = 1  # of down, for codes
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tokens"])
@@ -71,6 +77,52 @@ def _order_kernel(
     tl.store(counts_ptr + line, tl.minimum(count, num_tokens))
 
 
+@triton.jit
+def _segment(
+    w_ptr, scales_ptr, x_ptr, copy_ptr, copy_scales_ptr, rows, scale_rows, tokens, mine, begin,
+    LENGTH: tl.constexpr, COPY: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    WEIGHT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    FAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """The product over LENGTH columns from `begin` on, [BLOCK_N, BLOCK_T] fp32."""
+    end = tl.minimum(begin + LENGTH, K)
+    tl.assume(begin < end)  # as in `linear_triton.py`
+    if BITS == 0:
+        return dot_tile(
+            w_ptr, x_ptr, copy_ptr, rows, tokens, mine, begin, end, K, COPY,
+            BLOCK_N, BLOCK_K, BLOCK_T,
+        )  # fmt: skip
+    else:
+        return dot_tile_quantized(
+            w_ptr, scales_ptr, x_ptr, copy_ptr, copy_scales_ptr, rows, scale_rows, tokens, mine,
+            begin, end, N, K, BITS, GROUP, ZEROS, WEIGHT, FAST, COPY, BLOCK_N, BLOCK_K, BLOCK_T,
+        )  # fmt: skip
+
+
+@triton.jit
+def _product(
+    w_ptr, scales_ptr, x_ptr, copy_ptr, copy_scales_ptr, rows, scale_rows, tokens, mine, segment,
+    LENGTH: tl.constexpr, SEGMENTS: tl.constexpr, COPY: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, WEIGHT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    ZEROS: tl.constexpr, FAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """One segment, or if SEGMENTS > 1 all of them, added in their order."""
+    if SEGMENTS == 1:
+        return _segment(
+            w_ptr, scales_ptr, x_ptr, copy_ptr, copy_scales_ptr, rows, scale_rows, tokens, mine,
+            segment * LENGTH, LENGTH, COPY, N, K, WEIGHT, BITS, GROUP, ZEROS, FAST, BLOCK_N, BLOCK_K, BLOCK_T,
+        )  # fmt: skip
+    else:
+        y = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+        for one in range(SEGMENTS):
+            y += _segment(
+                w_ptr, scales_ptr, x_ptr, copy_ptr, copy_scales_ptr, rows, scale_rows, tokens, mine,
+                one * LENGTH, LENGTH, COPY, N, K, WEIGHT, BITS, GROUP, ZEROS, FAST, BLOCK_N, BLOCK_K, BLOCK_T,
+            )  # fmt: skip
+        return y
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _expert_gemm_kernel(
     x_ptr,  # [T, K] if GATED, else [T * k, K]
@@ -78,7 +130,7 @@ def _expert_gemm_kernel(
     use_ptr,  # [n, 3] int64
     order_ptr,  # [n, T] int32, if LISTED
     counts_ptr,  # [n] int32, if LISTED
-    out_ptr,  # [T * k, N]
+    out_ptr,  # [T * k, N]; if SPREAD fp32 [SEGMENTS, T * k, N]
     num_tokens,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -91,6 +143,9 @@ def _expert_gemm_kernel(
     GROUP: tl.constexpr,
     ZEROS: tl.constexpr,
     FAST: tl.constexpr,
+    SEGMENT: tl.constexpr,  # columns of K summed apart
+    SEGMENTS: tl.constexpr,
+    SPREAD: tl.constexpr,  # a program for each segment; else one walks through all
     GATED: tl.constexpr,
     LISTED: tl.constexpr,
     PDL: tl.constexpr,
@@ -101,6 +156,9 @@ def _expert_gemm_kernel(
 ):
     wait_for_previous(PDL)
     row_tile, weight_tile, line = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    segment = 0
+    if SPREAD:
+        line, segment = line // SEGMENTS, line % SEGMENTS
     expert = tl.load(use_ptr + line * 3)
     address = tl.load(use_ptr + line * 3 + 1)
     copy_to = tl.load(use_ptr + line * 3 + 2)
@@ -129,57 +187,54 @@ def _expert_gemm_kernel(
     half = local // OUT_N
     pair = pair.to(tl.int64)
     tokens = pair // CHOICES if GATED else pair
-    copies = (copy_to != 0) & (row_tile == 0)
     # multiple_of after the cast, or no load is wider than one element.
     if BITS == 0:
         BYTES: tl.constexpr = WEIGHT.primitive_bitwidth // 8
         rows = n.to(tl.int64) + half * (UP // (K * BYTES))
+        scale_rows = rows
         w_ptr = tl.multiple_of(address.to(tl.pointer_type(WEIGHT)), 16) + FIRST // BYTES
-        if copies:
-            copy_ptr = tl.multiple_of(copy_to.to(tl.pointer_type(WEIGHT)), 16) + FIRST // BYTES
-            y = dot_tile(
-                w_ptr, x_ptr, copy_ptr, rows, tokens, mine, 0, K, K, True, BLOCK_N, BLOCK_K, BLOCK_T
-            )
-        else:
-            y = dot_tile(
-                w_ptr, x_ptr, w_ptr, rows, tokens, mine, 0, K, K, False, BLOCK_N, BLOCK_K, BLOCK_T
-            )
+        copy_ptr = tl.multiple_of(copy_to.to(tl.pointer_type(WEIGHT)), 16) + FIRST // BYTES
+        scales_ptr, copy_scales = w_ptr, copy_ptr
     else:
-        code_rows, scale_rows = n * (4 * BITS) + half * (UP // 2), n + half * (UP // 4)
-        codes_ptr = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), 16) + FIRST // 2
-        scales_ptr = (
-            tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16) + (FIRST + SCALES) // 4
-        )
-        if copies:
-            copy_ptr = tl.multiple_of(copy_to.to(tl.pointer_type(tl.int16)), 16) + FIRST // 2
-            copy_scales = tl.multiple_of(copy_to.to(tl.pointer_type(tl.int32)), 16)
-            copy_scales += (FIRST + SCALES) // 4
-            y = dot_tile_quantized(
-                codes_ptr, scales_ptr, x_ptr, copy_ptr, copy_scales, code_rows, scale_rows,
-                tokens, mine, 0, K, N, K, BITS, GROUP, ZEROS, WEIGHT, FAST, True, BLOCK_N, BLOCK_K, BLOCK_T,
-            )  # fmt: skip
-        else:
-            y = dot_tile_quantized(
-                codes_ptr, scales_ptr, x_ptr, codes_ptr, scales_ptr, code_rows, scale_rows,
-                tokens, mine, 0, K, N, K, BITS, GROUP, ZEROS, WEIGHT, FAST, False, BLOCK_N, BLOCK_K, BLOCK_T,
-            )  # fmt: skip
+        rows, scale_rows = n * (4 * BITS) + half * (UP // 2), n + half * (UP // 4)
+        w_ptr = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), 16) + FIRST // 2
+        scales_ptr = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
+        scales_ptr += (FIRST + SCALES) // 4
+        copy_ptr = tl.multiple_of(copy_to.to(tl.pointer_type(tl.int16)), 16) + FIRST // 2
+        copy_scales = tl.multiple_of(copy_to.to(tl.pointer_type(tl.int32)), 16)
+        copy_scales += (FIRST + SCALES) // 4
+    WALKED: tl.constexpr = 1 if SPREAD else SEGMENTS
+    if (copy_to != 0) & (row_tile == 0):
+        y = _product(
+            w_ptr, scales_ptr, x_ptr, copy_ptr, copy_scales, rows, scale_rows, tokens, mine,
+            segment, SEGMENT, WALKED, True, N, K, WEIGHT, BITS, GROUP, ZEROS, FAST, BLOCK_N, BLOCK_K, BLOCK_T,
+        )  # fmt: skip
+    else:
+        y = _product(
+            w_ptr, scales_ptr, x_ptr, w_ptr, scales_ptr, rows, scale_rows, tokens, mine,
+            segment, SEGMENT, WALKED, False, N, K, WEIGHT, BITS, GROUP, ZEROS, FAST, BLOCK_N, BLOCK_K, BLOCK_T,
+        )  # fmt: skip
     start_next(PDL)
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(y, (2, OUT_N, BLOCK_T)), (1, 2, 0)))
         y = gate / (1.0 + tl.exp(-gate)) * up
     n = weight_tile * OUT_N + tl.arange(0, OUT_N)
+    if SPREAD:
+        out_ptr += segment * num_tokens.to(tl.int64) * (CHOICES * N)
     out_at = out_ptr + pair[None, :] * N + n[:, None]
     tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=mine[None, :] & (n < N)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _combine_kernel(
-    partial_ptr,  # [T, CHOICES, H]
+    partial_ptr,  # [T, CHOICES, H]; in segments fp32 [SEGMENTS, T, CHOICES, H]
     weights_ptr,  # [T, CHOICES] fp32
     residual_ptr,  # [T, H], if RESIDUAL
     out_ptr,  # [T, H]
+    num_tokens,
     H: tl.constexpr,
     CHOICES: tl.constexpr,
+    SEGMENTS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -191,6 +246,10 @@ def _combine_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(CHOICES):
         part = tl.load(partial_at + j * H, mask=h < H, other=0.0).to(tl.float32)
+        for i in tl.static_range(1, SEGMENTS):
+            at = partial_at + i * num_tokens.to(tl.int64) * (CHOICES * H) + j * H
+            part += tl.load(at, mask=h < H, other=0.0)
+        part = part.to(out_ptr.dtype.element_ty).to(tl.float32)
         total += part * tl.load(weights_ptr + token * CHOICES + j)
     y = total.to(out_ptr.dtype.element_ty)
     if RESIDUAL:
@@ -223,19 +282,33 @@ def expert_down_triton(
 
 
 def combine_triton(
-    partial: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
+    partial: torch.Tensor,
+    weights: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Launch the sum over choices; arguments as `combine`."""
-    tokens, choices, hidden = partial.shape
-    out = partial.new_empty(tokens, hidden)
+    tokens, choices, hidden = partial.shape[-3:]
+    out = partial.new_empty(tokens, hidden, dtype=dtype or partial.dtype)
     assert residual is None or (residual.is_contiguous() and residual.shape == out.shape)
-    grid = (tokens, triton.cdiv(hidden, COMBINE_BLOCK))
+    segments = len(partial) if partial.dim() == 4 else 1
+    block = COMBINE_BLOCKS[tokens > SOME]
+    grid = (tokens, triton.cdiv(hidden, block))
     _combine_kernel[grid](
-        partial, weights, partial if residual is None else residual, out, hidden, choices,
-        RESIDUAL=residual is not None, BLOCK=COMBINE_BLOCK, num_warps=4,
+        partial, weights, partial if residual is None else residual, out, tokens, hidden, choices,
+        SEGMENTS=segments, RESIDUAL=residual is not None, BLOCK=block, num_warps=4,
         enable_fp_fusion=True, **overlap_options(capability_of(partial)),
     )  # fmt: skip
     return out
+
+
+def down_segments(layout: ExpertLayout) -> tuple[int, int]:
+    """Length and number of the K segments of down; by its shape and weights alone."""
+    k = layout.intermediate_size
+    if scheme_of(layout.dtype) is None:
+        return k, 1
+    length = triton.cdiv(triton.cdiv(k, DOWN_SEGMENTS), SEGMENT_STEP) * SEGMENT_STEP
+    return length, triton.cdiv(k, length)
 
 
 def _launch(
@@ -277,13 +350,17 @@ def _launch(
     weight = DTYPES.get(layout.dtype, x.dtype)
     assert scheme is not None or up % (k * weight.itemsize) == 0, "whole rows from gate to up"
     out_n = config.n // 2 if kind == "up" else config.n
-    grid = (triton.cdiv(tokens, config.t) if listed else 1, triton.cdiv(n, out_n), lines)
+    segment, segments = (k, 1) if kind == "up" else down_segments(layout)
+    spread = out.dim() == 4
+    assert not spread or (len(out) == segments and out.dtype == torch.float32 and not listed)
+    rows = triton.cdiv(tokens, config.t) if listed else 1
+    grid = (rows, triton.cdiv(n, out_n), lines * segments if spread else lines)
     _expert_gemm_kernel[grid](
         x, experts, use, order, counts, out, tokens,
         N=n, K=k, CHOICES=choices, FIRST=first, UP=up if kind == "up" else 0, WEIGHT=TRITON_DTYPES[weight],
         SCALES=0 if scheme is None else scheme.parts(n, k)[0], **scheme_constants(x.dtype, scheme),
+        SEGMENT=segment, SEGMENTS=segments, SPREAD=spread,
         GATED=kind == "up", LISTED=listed, BLOCK_N=config.n, BLOCK_K=config.k, BLOCK_T=config.t,
         BLOCK_C=triton.next_power_of_2(choices),
-        num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
-        **overlap_options(capability),
+        enable_fp_fusion=True, **config.options(), **overlap_options(capability),
     )  # fmt: skip

@@ -180,7 +180,6 @@ def linear_triton(
         RESIDUAL=residual is not None,
         DTYPE=TRITON_DTYPES[x.dtype], **scheme_constants(x.dtype, scheme),
         BLOCK_N=config.n, BLOCK_K=config.k, BLOCK_T=config.t,
-        num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
-        **overlap_options(capability),
+        enable_fp_fusion=True, **config.options(), **overlap_options(capability),
     )  # fmt: skip
     return out

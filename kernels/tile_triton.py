@@ -278,16 +278,20 @@ def _scale(
 
     The latter is the zero as int32 [N], or, if FAST, - (2^m + zero) in DTYPE.
     """
-    bits = pair >> (16 * half)
-    if ZEROS:
+    if ZEROS and FAST:  # both groups at once
+        magic: tl.constexpr = -0x3CFF3D00 if DTYPE == tl.bfloat16 else -0x1BFF1C00
+        minus = (pair & 0x00070007) | magic | ((pair >> 12) & 0x00080008)
+        minus = (minus >> (16 * half)).to(tl.int16).to(DTYPE, bitcast=True)
+        bits = (pair & 0x7FF87FF8) >> (16 * half)
+    elif ZEROS:
+        bits = pair >> (16 * half)
         minus = (bits & 7) | ((bits >> 12) & 8)
         bits = bits & 0x7FF8
-        if FAST:
-            magic: tl.constexpr = 0xC300 if DTYPE == tl.bfloat16 else 0xE400
-            minus = (minus + magic).to(tl.int16).to(DTYPE, bitcast=True)
     elif FAST:
+        bits = pair >> (16 * half)
         size: tl.constexpr = 128 if DTYPE == tl.bfloat16 else 1024
         minus = tl.full(pair.shape, -size - (1 << (BITS - 1)), DTYPE)
     else:
+        bits = pair >> (16 * half)
         minus = tl.full(pair.shape, 1 << (BITS - 1), tl.int32)
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(DTYPE), minus

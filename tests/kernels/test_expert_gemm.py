@@ -8,6 +8,7 @@ import torch
 
 from spmoe_lite.config import ExpertLayout, matrix_bytes, scheme_of
 from spmoe_lite.kernels import expert_gemm as door
+from spmoe_lite.kernels import expert_gemm_triton as kernels
 from spmoe_lite.kernels.expert_gemm_triton import (
     combine_triton,
     expert_down_triton,
@@ -262,6 +263,32 @@ def test_combine_adds_a_residual_as_by_an_addition_of_its_own(dtype, device):
     for function in (combine_triton, door.combine_reference):
         want = residual + function(partial, weights)
         assert torch.equal(function(partial, weights, residual), want)
+
+
+@pytest.mark.parametrize("scheme, hidden, inner", [("int4-g64z", 64, 704), ("int8-g32", 96, 544)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_segments_of_down_apart_or_in_one_walk_give_equal_bits(
+    scheme, hidden, inner, dtype, monkeypatch, device
+):
+    """The last segment is short; written through too; combine rounds the sum as the walk does."""
+    monkeypatch.setattr(kernels, "down_segments", lambda layout: (256, -(-inner // 256)))
+    name = {torch.float32: "fp32", torch.float16: "fp16"}[dtype]
+    case = CodedExperts(scheme, name, 5, 2, 4, hidden, inner, device)
+    h, walked = case.run(expert_up_triton, expert_down_triton, case.use(range(4)))
+    apart = torch.full((-(-inner // 256), 5, 2, hidden), float("nan"), device=device)
+    expert_down_triton(h, case.ids, case.use(range(4), copied=range(4)), case.layout, apart)
+    weights = torch.rand(5, 2, device=device)
+    got = combine_triton(apart, weights, dtype=dtype)
+    assert got.dtype == dtype and torch.equal(got, combine_triton(walked, weights))
+    reference = door.combine_reference(apart, weights, dtype=dtype)
+    torch.testing.assert_close(reference, got)
+    for t, j in np.ndindex(5, 2):
+        want = case.matrices[int(case.ids[t, j])][2] @ h[t, j].double().cpu()
+        assert_near(walked[t, j], want, name)
+    down = slice(case.layout.down_offset, case.size)
+    for e in set(case.ids.flatten().tolist()):
+        same = (one.view(4, case.layout.stride)[e][down] for one in (case.copies, case.slab))
+        assert torch.equal(*same)
 
 
 def test_kind_k_last_slot_of_a_slab_beyond_2_31_elements(device):
