@@ -275,8 +275,6 @@ class Decoder:
         c, table = self.target.config, self.store.table
         resident = table.num_slots / (c.num_hidden_layers * c.num_local_experts)
         free = table.num_slots - c.num_experts_per_tok if table.shared else table.num_slots
-        if self.graphs is not None:
-            free = self.graphs.prefetches
         return cutoff_layer(
             self.drift.profile,
             num_layers=c.num_hidden_layers,

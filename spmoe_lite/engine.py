@@ -30,7 +30,7 @@ import torch
 
 from spmoe_lite import library, tune
 from spmoe_lite.chat_template import ChatTemplate
-from spmoe_lite.config import ModelConfig, SamplingParams, matrix_bytes, scheme_of
+from spmoe_lite.config import SamplingParams, matrix_bytes, scheme_of
 from spmoe_lite.cutoff import Drift, Profile, load_profile
 from spmoe_lite.decoder import PREFILL_CHUNK, Decoder
 from spmoe_lite.device import (
@@ -451,7 +451,6 @@ class Engine:
         critical = c.num_experts_per_tok if critical_experts is None else critical_experts
         if c.is_moe and not 1 <= critical <= c.num_local_experts:
             raise UsageError(f"critical_experts {critical}: 1 to {c.num_local_experts}")
-        ahead = bool(draft_packs) and prefetch
         target, store = self._load_model(
             target_pack,
             self.plan.slots,
@@ -460,7 +459,6 @@ class Engine:
             self.counters,
             cancel,
             on_progress,
-            spare=_landing_slots(c, self.plan.slots, policy) if ahead else 0,
             pin=pin,
         )
         stores = [store]
@@ -479,8 +477,6 @@ class Engine:
         if draft is not None and store is not None and prefetch and not store.table.all_fit:
             if ExpertPredictor.fits(c, draft.config):
                 predictor = ExpertPredictor(target, critical)
-                if not store.table.spare:  # else the device copies ahead by itself
-                    self._prefetcher = Prefetcher(store, predictor)
             else:
                 self.notices.append(
                     f"no prefetching: {draft_packs[0].name} has other layers or another width than "
@@ -492,7 +488,12 @@ class Engine:
             if draft is not None and draft_kv is not None:
                 models.append((draft, draft_kv))
             self._warm_up(models, predictor, cancel, on_progress)
-            graphs = self._capture(models, stores, predictor, length.most, cancel, on_progress)
+            graphs = self._capture(
+                models, stores, predictor, critical, length.most, cancel, on_progress
+            )
+        if predictor is not None and graphs is None:
+            assert store is not None
+            self._prefetcher = Prefetcher(store, predictor)
         self.profile_path = self._profile_path(home)
         self.decoder = Decoder(
             target,
@@ -515,6 +516,7 @@ class Engine:
         models: Sequence[tuple[Transformer, KVCache]],
         stores: Sequence[ExpertStore | None],
         predictor: ExpertPredictor | None,
+        critical: int,
         most: int,
         cancel: threading.Event | None,
         on_progress: OnProgress | None,
@@ -541,9 +543,9 @@ class Engine:
             share = max(len(table.places(layer)) for layer in range(len(host)))
             tables = Tables.make(
                 host,
-                torch.zeros(len(host), share, dtype=torch.int64),
-                torch.zeros(len(table.spare), dtype=torch.int64),
-                self.device,
+                torch.zeros((len(host), share), dtype=torch.int64, device=self.device),
+                drafts=most,
+                predictions=critical,
             )
             stride = self.plan.slot_bytes
         draft, draft_kv = models[1] if len(models) > 1 else (None, None)
@@ -570,7 +572,6 @@ class Engine:
         counters: Counters,
         cancel: threading.Event | None,
         on_progress: OnProgress | None,
-        spare: int = 0,
         pin: str | int = "auto",
     ) -> tuple[Transformer, ExpertStore | None]:
         tensors = pack.load_dense(self.device, on_progress=on_progress, cancel=cancel)
@@ -581,12 +582,10 @@ class Engine:
         assert layout is not None, "a pack of a Mixture-of-Experts model has a layout"
         slab = make_slab(slots, layout.stride, self.device)
         layers, experts, k = c.num_hidden_layers, c.num_local_experts, c.num_experts_per_tok
-        host, spare = None, spare if self.device.type == "cuda" else 0
+        host = None
         if self.device.type == "cuda" and slots < layers * experts:
             host = self._host_map = HostMap(pack, self.device, _pin(pin, pack), on_progress, cancel)
-            if host.pinned_bytes < layers * experts * layout.stride:
-                spare = 0
-        table = SlotTable(slots, layers, experts, k, policy, spare)
+        table = SlotTable(slots, layers, experts, k, policy)
         store = ExpertStore(pack, slab, table, counters, self.device, host)
         return Transformer(c, tensors, context, store, layout), store
 
@@ -707,14 +706,6 @@ def _launch_tiles(model: Transformer) -> None:
         use = x.new_full((rows * choices // columns, 3), -1, dtype=torch.int64)
         expert_up(x, experts, use, layout, out=hidden)
         expert_down(hidden, experts, use, layout, out=out)
-
-
-def _landing_slots(c: ModelConfig, slots: int, policy: str) -> int:
-    """Slots set aside for experts that are copied ahead of need: one in sixteen, 16 at most."""
-    room = slots - c.num_hidden_layers * c.num_experts_per_tok
-    if slots == c.num_hidden_layers * c.num_local_experts:
-        return 0
-    return 0 if policy != "layer-lru" else max(0, min(16, max(1, slots // 16), room))
 
 
 def _pin(pin: str | int, pack: Pack) -> Literal["all", "none"] | int:

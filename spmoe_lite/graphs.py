@@ -1,6 +1,6 @@
 """A step without the host in it: draft and target run as captured CUDA graphs.
 
-    finish    recency of the rows that were kept, landing slots join their layers   (of the step before)
+    finish    recency of the rows that were kept                                    (of the step before)
     draft     first pass over the two newest tokens, then one pass per proposal; after each, `stage`
     fetch     on a stream of its own: copies what was staged, while drafting goes on
     verify    the target over the newest token and the proposals; experts in slots or in host memory
@@ -34,7 +34,6 @@ from spmoe_lite.kernels.residency import (
     credit,
     fetch,
     route,
-    settle,
     stage,
 )
 from spmoe_lite.model import ExpertSource, Transformer
@@ -149,7 +148,8 @@ class StepGraphs:
         self._finish = {}
         if self.tables is not None:
             self._finish = {rows: self._capture(self._run_finish, rows) for rows in sizes}
-            fetch(self.tables, stride, 0)  # nothing: it is compiled
+            if self.prefetches:
+                fetch(self.tables, stride, 0, 1)  # nothing: it is compiled
         self._draft = [self._capture(self._run_draft, rows) for rows in (2, 1)] if draft else []
 
     def step(
@@ -186,7 +186,7 @@ class StepGraphs:
                 self._drafted[i].record()
                 self._copies.wait_event(self._drafted[i])
                 with torch.cuda.stream(self._copies):
-                    fetch(self.tables, self._stride, i)
+                    fetch(self.tables, self._stride, i, cutoff)
                     self._fetched.record()
             if pick is not None:
                 proposal.append(pick(logits[0], tokens + proposal))
@@ -209,8 +209,9 @@ class StepGraphs:
             experts = self.tables.host.shape[1]
             missed, rest = np.split(rest, [layers * experts])
             missed = missed.reshape(layers, experts) != 0
-            items, state = rest.reshape(2, -1)
-            fetched = np.stack(np.divmod(items[state == FILLED], experts), axis=1)
+            wanted, state = rest.reshape(2, -1, layers, self.tables.wanted.shape[2])
+            at = np.argwhere(state == FILLED)
+            fetched = np.stack((at[:, 1], wanted[tuple(at.T)]), axis=1)
         return Found(
             tokens=best,
             finite=all(finite),
@@ -224,9 +225,9 @@ class StepGraphs:
         )
 
     @property
-    def prefetches(self) -> int:
-        """Experts that may be copied ahead of need in one step."""
-        return 0 if self.tables is None or self._predictor is None else len(self.tables.items)
+    def prefetches(self) -> bool:
+        """Whether drafts may have experts copied ahead of need."""
+        return self._predictor is not None
 
     def keep(self, rows: int, position: int) -> None:
         """The first `rows` rows of the last pass stay, the first of them at `position`."""
@@ -253,15 +254,9 @@ class StepGraphs:
                     src[layer, expert] = slots[layer, place]
         for (layer, expert), position in table.last_used.items():
             age[layer, expert] = position
-        spare = np.array([base + slot * self._stride for slot in table.spare], dtype=np.int64)
-        for name, values in {
-            "who": who,
-            "slots": slots,
-            "age": age,
-            "src": src,
-            "landing": spare,
-        }.items():
+        for name, values in {"who": who, "slots": slots, "age": age, "src": src}.items():
             getattr(self.tables, name).copy_(torch.from_numpy(values))
+        self.tables.expected.zero_()
         self.tables.state.zero_()
         self.tables.arrived.zero_()
         self._kept = 0, 0
@@ -273,19 +268,16 @@ class StepGraphs:
             return
         torch.cuda.synchronize(self._params.device)
         table, base = store.table, store.base
-        who, slots = self.tables.who.tolist(), self.tables.slots.tolist()
-        spare = [(address - base) // self._stride for address in self.tables.landing.tolist()]
-        table.adopt(
-            [
-                [
-                    ((address - base) // self._stride, None if expert == EMPTY else expert)
-                    for address, expert in zip(*row, strict=True)
-                    if expert != NO_SLOT
-                ]
-                for row in zip(slots, who, strict=True)
-            ],
-            spare,
-        )
+        who, src = self.tables.who.tolist(), self.tables.src.tolist()
+        residents = []
+        for layer, row in enumerate(self.tables.slots.tolist()):
+            intact = {src[layer][e]: e for e in who[layer] if e >= 0}  # not one that is half there
+            residents += [
+                ((address - base) // self._stride, layer, intact.get(address))
+                for address in row
+                if address
+            ]
+        table.put(residents)
         self._inside = False
 
     # --- what is captured -----------------------------------------------------------------------
@@ -320,7 +312,7 @@ class StepGraphs:
         parts = [self._params[IDS + 2 : IDS + 1 + rows], best.indices.int()]
         parts.append(best.values.isfinite().int())
         if isinstance(source, RoutedExperts):
-            parts += [source.trace, self.tables.missed, self.tables.items, self.tables.state]
+            parts += [source.trace, self.tables.missed, self.tables.wanted, self.tables.state]
         elif isinstance(source, ResidentExperts):
             parts += source.chosen
         found = torch.cat([part.flatten() for part in parts])
@@ -331,8 +323,6 @@ class StepGraphs:
 
     def _run_finish(self, rows: int) -> None:
         credit(self.tables, self._traces[rows], self._param(ROWS), self._param(POSITION))
-        if self._predictor is not None:
-            settle(self.tables)
 
     def _capture(self, run: Callable[[int], Any], rows: int) -> tuple[torch.cuda.CUDAGraph, Any]:
         run(rows)  # compiles and loads what the capture must not wait for

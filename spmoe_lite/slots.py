@@ -15,7 +15,7 @@ written by `credit` alone, and rejected positions never reach it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 ExpertKey = tuple[int, int]  # (layer, expert)
 POLICIES = ("layer-lru", "global-lru")
@@ -31,19 +31,8 @@ def choose_victim(
 class SlotTable:
     """`num_slots` slots for `num_layers` x `num_experts` experts, of which a token needs `k` a layer."""
 
-    def __init__(
-        self,
-        num_slots: int,
-        num_layers: int,
-        num_experts: int,
-        k: int,
-        policy: str,
-        spare: int = 0,
-    ):
-        """The last `spare` slots are in no pool: what the device copies ahead of need lands there."""
+    def __init__(self, num_slots: int, num_layers: int, num_experts: int, k: int, policy: str):
         every = num_layers * num_experts
-        self.spare = list(range(num_slots - spare, num_slots))
-        num_slots -= spare
         assert policy in POLICIES and min(2, every) <= num_slots <= every
         self.num_slots = num_slots
         self.policy = policy
@@ -139,18 +128,10 @@ class SlotTable:
         expert_in = {self._slot_of[key]: key[1] for key in self._resident[layer]}
         return [(slot, expert_in.get(slot)) for slot in self._shares[layer]]
 
-    def adopt(
-        self, places: Sequence[Sequence[tuple[int, int | None]]], spare: Sequence[int]
-    ) -> None:
-        """What `places` gave for every layer, and `spare`, after somebody else has had the slots."""
-        assert not self.shared
-        self.spare = list(spare)
-        self._shares = [[slot for slot, _ in layer] for layer in places]
+    def put(self, residents: Iterable[tuple[int, int, int | None]]) -> None:
+        """What is in the slots after somebody else has had them: (slot, layer, expert or None)."""
         self._slot_of = {
-            (layer, expert): slot
-            for layer, row in enumerate(places)
-            for slot, expert in row
-            if expert is not None
+            (layer, expert): slot for slot, layer, expert in residents if expert is not None
         }
         self.settle(())
 

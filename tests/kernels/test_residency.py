@@ -6,31 +6,26 @@ import pytest
 import torch
 
 from spmoe_lite.kernels import residency, residency_triton
-from spmoe_lite.kernels.residency import EMPTY, FREE, Tables
+from spmoe_lite.kernels.residency import EMPTY, Tables
 
 BOTH = ["reference", "triton"]
 STRIDE = 64 << 10
 
 
 class World:
-    """L layers of E experts whose bytes are their number, Q slots a layer, F landing slots."""
+    """L layers of E experts whose bytes are their number, Q slots a layer, two drafts of n guesses."""
 
-    def __init__(self, how, device, layers=3, experts=8, quota=3, landing=3, k=2, tokens=3):
+    def __init__(self, how, device, layers=3, experts=8, quota=3, guesses=2, k=2, tokens=3):
         device = "cpu" if how == "reference" else device
         self.how, self.k, self.tokens = how, k, tokens
         count = layers * experts
         self.host = torch.arange(count, dtype=torch.uint8).repeat_interleave(STRIDE)
         self.host = self.host.pin_memory() if device == "cuda" else self.host
-        room = layers * quota + landing
-        self.room = torch.full((room * STRIDE,), 255, dtype=torch.uint8, device=device)
-        base, slab = self.host.data_ptr(), self.room.data_ptr()
-        host = base + STRIDE * torch.arange(count).view(layers, experts)
-        every = slab + STRIDE * torch.arange(room)
-        slots = every[: layers * quota].view(layers, quota).clone()
+        self.room = torch.full((layers * quota * STRIDE,), 255, dtype=torch.uint8, device=device)
+        host = self.host.data_ptr() + STRIDE * torch.arange(count).view(layers, experts)
+        slots = self.room.data_ptr() + STRIDE * torch.arange(layers * quota).view(layers, quota)
         slots[layers - 1, quota - 1] = 0  # the last layer has one slot less
-        self.tables = Tables.make(
-            host, slots, every[layers * quota :].clone(), torch.device(device)
-        )
+        self.tables = Tables.make(host, slots.to(device), 2, guesses)
         lines = min(experts, k * tokens)
         self.use = torch.full((lines, 3), 7, dtype=torch.int64, device=device)
         self.trace = torch.zeros((layers, tokens, k), dtype=torch.int32, device=device)
@@ -82,36 +77,29 @@ class World:
     def state(self):
         """All tables, addresses relative to their memories so that two worlds compare."""
 
-        def relative(addresses):
-            return [
-                0
-                if a == 0
-                else (a & 1, (a & ~1) - self.memory(a & ~1)[1], self.memory(a & ~1)[0] is self.host)
-                for a in addresses.flatten().tolist()
-            ]
+        def relative(address):
+            memory, base = self.memory(address & ~1)
+            return address & 1, address - base, memory is self.host
 
         t = self.tables
-        plain = (t.who, t.age, t.missed, t.progress, t.state, t.arrived)
-        filled = [i if s else 0 for i, s in zip(t.items.tolist(), t.state.tolist(), strict=True)]
-        return (
-            [relative(a) for a in (t.src, t.slots, t.landing)]
-            + [p.tolist() for p in plain]
-            + [filled]
-        )
+        staged = t.state != 0
+        plain = (t.who, t.age, t.missed, t.progress, t.expected, t.state, t.arrived)
+        chosen = (t.wanted[staged], t.place[staged])
+        return [[relative(a) for a in t.src.flatten().tolist()]] + [
+            p.tolist() for p in plain + chosen
+        ]
 
     def check(self):
-        """Nothing is twice, nothing is lost, and what lies in a slot is what the tables say."""
+        """What lies in a slot is what the tables say, and nobody is in two."""
         t = self.tables
-        slots = [a for a in t.slots.flatten().tolist() if a] + t.landing.tolist()
-        assert len(set(slots)) == len(slots)
         for layer, row in enumerate(t.src.tolist()):
             for expert, address in enumerate(row):
                 assert self.content(address & ~1) == layer * len(row) + expert
+                places = [i for i, w in enumerate(t.who[layer].tolist()) if w == expert]
                 if address & ~1 != int(t.host[layer, expert]):
-                    places = [i for i, w in enumerate(t.who[layer].tolist()) if w == expert]
-                    assert [int(t.slots[layer, i]) for i in places] == [address] or (
-                        address in t.landing.tolist() and not places
-                    )
+                    assert [int(t.slots[layer, i]) for i in places] == [address]
+                else:
+                    assert len(places) == address & 1
 
 
 MODULES = {"reference": residency, "triton": residency_triton}
@@ -150,28 +138,25 @@ def test_rejected_rows_do_not_refresh(how, device):
 
 
 @pytest.mark.parametrize("how", BOTH)
-def test_predicted_experts_land_are_read_and_join_their_layer(how, device):
+def test_predicted_experts_take_the_oldest_slots_and_are_there_when_they_are_needed(how, device):
     world = World(how, device)
     t = world.tables
     world.run_pass([[[0, 1], [2, 0], [0, 1]]] * 3)
-    world.accept(3, 0)
+    world.accept(3, 0)  # 2 is the oldest
     t.progress.fill_(-1)
-    world.predict([[0, 5], [6, 7]], number=1, cutoff=2)
-    assert t.items.tolist() == [5, 8 + 6, 8 + 7] and t.state.tolist() == [3, 3, 3]
-    world.predict([[0, 5], [6, 7]], number=2)  # in flight, and nothing free
-    world.fetch(t, STRIDE, 0)
-    assert t.state.tolist() == [3, 3, 3]  # another's
-    world.fetch(t, STRIDE, 1)
-    assert t.state.tolist() == [1, 1, 1]
+    world.predict([[0, 5], [6, 7], [3, 4]], number=1, cutoff=2)
+    assert t.who.tolist()[:2] == [[0, 1, 5], [7, 1, 6]]  # 5 for 2; 6 for 2, 7 for 0
+    assert t.state[1].tolist() == [[0, 1], [1, 1], [0, 0]]
+    world.predict([[5, 1], [2, 3], [3, 4]], number=0, cutoff=2)  # in flight; nobody else may go
+    assert t.state[0].tolist() == [[0, 0], [1, 0], [0, 0]]
+    world.fetch(t, STRIDE, 1, 2)
+    world.fetch(t, STRIDE, 0, 2)
+    assert t.state[1].tolist() == [[0, 2], [2, 2], [0, 0]]
     world.check()
-    lines = world.run_pass([[[5, 0], [5, 0], [5, 0]], [[6, 1], [6, 1], [6, 1]], [[0, 1]] * 3])
-    assert t.missed.tolist() == [[0] * 8] * 3 and all(w == 0 for line in lines for *_, w in line)
+    lines = world.run_pass([[[5, 0]] * 3, [[6, 7]] * 3, [[0, 1]] * 3])
+    assert int(t.missed[:2].sum()) == 0 and all(w == 0 for line in lines[:2] for *_, w in line)
     world.accept(3, 3)
-    landed = t.landing.tolist()
-    world.settle(t)
-    assert t.state.tolist() == [FREE] * 3 and set(t.landing.tolist()).isdisjoint(landed[:2])
-    assert 5 in t.who[0].tolist() and 6 in t.who[1].tolist()
-    assert 7 not in t.who[1].tolist()  # never used: its layer's slots were all used since
+    assert int(t.expected.sum()) == 0
     world.check()
 
 
@@ -186,39 +171,39 @@ def test_what_is_late_is_given_up(how, device):
     assert [bool(line[2]) for line in world.use.tolist()[:2]] == [False, True]
     assert all(line[1] & 1 == 0 for line in world.use.tolist()[:2])
     world.set_content(world.use.tolist()[1][2], 6)
-    world.fetch(t, STRIDE, 0)
-    assert t.state.tolist() == [0, 0, 1]  # layer 0 has begun, layer 1 has not
+    world.fetch(t, STRIDE, 0, 2)
+    assert t.state[0].tolist() == [[3, 3], [2, 2], [0, 0]]  # layer 0 has begun, layer 1 has not
+    assert sorted(t.who[0].tolist()) == [-1, -1, 6]
     world.check()
-    world.predict([[7, 2]], cutoff=0)
-    assert t.state.tolist() == [0, 0, 1]
+    world.predict([[7, 2]] * 3, cutoff=0)
+    assert int(t.state[0].sum()) == 0
 
 
 @pytest.mark.parametrize(
-    ("layers", "experts", "quota", "landing", "k", "tokens"),
-    [(3, 8, 3, 3, 2, 3), (2, 20, 7, 5, 3, 5), (2, 8, 8, 1, 2, 1), (1, 33, 5, 2, 4, 9)],
+    ("layers", "experts", "quota", "guesses", "k", "tokens"),
+    [(3, 8, 3, 2, 2, 3), (2, 20, 7, 3, 3, 5), (2, 8, 8, 1, 2, 1), (1, 33, 5, 4, 4, 9)],
 )
-def test_kernel_and_reference_stay_the_same(layers, experts, quota, landing, k, tokens, device):
+def test_kernel_and_reference_stay_the_same(layers, experts, quota, guesses, k, tokens, device):
     draw = random.Random(layers * experts)
-    worlds = [World(how, device, layers, experts, quota, landing, k, tokens) for how in BOTH]
+    worlds = [World(how, device, layers, experts, quota, guesses, k, tokens) for how in BOTH]
     position = 0
-    for _ in range(25 if device == "cuda" else 6):
+    for _ in range(25 if device == "cuda" else 5):
         hot = draw.sample(range(experts), min(experts, k + 2))
         rows = [[draw.sample(hot, k) for _ in range(tokens)] for _ in range(layers)]
-        predicted, rows_of_second = ([draw.sample(hot, k) for _ in rows] for _ in (0, 1))
-        accepted = draw.randint(1, tokens)
-        late = draw.random() < 0.3
+        drafts = [[draw.sample(hot, guesses) for _ in rows] for _ in (0, 1)]
+        accepted, late = draw.randint(1, tokens), draw.random() < 0.3
+        cutoff = draw.randint(0, layers)
         for world in worlds:
             t = world.tables
             t.progress.fill_(-1)
-            for number, rows_of in enumerate((predicted, rows_of_second)):
-                world.predict(rows_of, number)
+            for number, predicted in enumerate(drafts):
+                world.predict(predicted, number, cutoff)
                 if not late:
-                    world.fetch(t, STRIDE, number)
+                    world.fetch(t, STRIDE, number, cutoff)
             world.run_pass(rows)
             for number in (0, 1) if late else ():
-                world.fetch(t, STRIDE, number)
+                world.fetch(t, STRIDE, number, cutoff)
             world.accept(accepted, position)
-            world.settle(t)
             world.check()
         assert worlds[0].state() == worlds[1].state()
         position += accepted
