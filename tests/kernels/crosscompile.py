@@ -179,9 +179,11 @@ def jobs(capability: tuple[int, int]):
     for tokens in () if brief else (1, 512):
         for weight in (name, *SCHEMES[:1]):
             yield linear_triton, linear_call(tokens, dtype, weight)
-    for tokens in (2048,) if brief else (1, 2048):
-        for head_dim, coded in ((128, False), (192, False), (128, True), (192, True)):
-            yield attention_triton, attention_call(tokens, head_dim, coded, dtype)
+    rows = [(2048, 128, False), (2048, 192, True)]
+    if not brief:
+        rows += [(1, 128, False), (1, 128, True), (2048, 192, False), (2048, 128, True)]
+    for tokens, head_dim, coded in rows:
+        yield attention_triton, attention_call(tokens, head_dim, coded, dtype)
     yield rope_triton, rope_call(dtype)
 
 

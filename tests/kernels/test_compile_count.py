@@ -21,12 +21,12 @@ MODULES = ("attention", "expert_gemm", "gate", "linear", "norm", "rope")
 EXPERTS, CHOICES, CAPACITY, DRAFT_TOKENS = 8, 2, 2100, 8
 
 
-@pytest.fixture(scope="module", params=CARDS)
+@pytest.fixture(scope="module", params=[*CARDS.items(), ("9.0", "bf16", "int8")], ids=str)
 def counted(request) -> dict[str, list[str]]:
     """The keys first seen in each phase on one card."""
     pytest.importorskip("triton", reason="Triton is declared for Linux only")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, request.param, CARDS[request.param]]
+    command = [sys.executable, __file__, *request.param]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -51,7 +51,7 @@ def test_kind_k_o31_nothing_is_compiled_after_the_warm_up(counted, phase):
     assert counted[phase] == []
 
 
-def main(card: str, dtype: str) -> None:
+def main(card: str, dtype: str, kv_type: str = "") -> None:
     sys.path.insert(0, str(ROOT))
     import spmoe_lite  # noqa: F401
 
@@ -132,7 +132,8 @@ def main(card: str, dtype: str) -> None:
         }
         moe = (source, layout) if experts else (None, None)
         made = Transformer(config, tensors, CAPACITY, *moe)
-        return made, KVCache(config, CAPACITY, torch_dtype, torch.device("cpu"))
+        kv_dtype = torch.int8 if kv_type else torch_dtype
+        return made, KVCache(config, CAPACITY, kv_dtype, torch.device("cpu"))
 
     torch.cuda.Event = lambda: type("Event", (), {"record": lambda self: None})()
     target, draft = model("mixtral", EXPERTS, None), model("llama", 0, 700)

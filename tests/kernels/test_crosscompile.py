@@ -56,6 +56,16 @@ def test_weights_are_loaded_sixteen_bytes_at_a_time(compiled):
                 assert entry["async_bytes"] == [16], entry
 
 
+def test_keys_and_values_are_loaded_sixteen_bytes_at_a_time(compiled):
+    """Of int8 rows a thread may have eight bytes; the two scales of a key are a word."""
+    for entry in compiled:
+        if entry["kernel"] == "_attention_kernel":
+            assert not {"b16", "b8"} & set(entry["loads"]), entry
+            if entry["capability"] != "7.5":
+                coded = entry["constants"].get("kv_scale_ptr") != "None"
+                assert set(entry["async_bytes"]) in ([{4, 16}, {4, 8, 16}] if coded else [{16}])
+
+
 def test_the_router_is_loaded_sixteen_bytes_at_a_time(compiled):
     for entry in compiled:
         if entry["kernel"] == "_gate_kernel":
