@@ -1,7 +1,7 @@
 """Triton kernels of attention against the KV cache; equation and contract in `attention.py`.
 
 The context is cut into splits at absolute positions, whatever T, start and window are: 128 keys
-each up to 1024, then 256 up to 4096, 512 up to 8192 and 1024 beyond, so that a short context gives
+each up to 1024, then 256 up to 2048, 512 up to 8192 and 1024 beyond, so that a short context gives
 the card enough programs and a long one no needless ones. Within a split the softmax runs
 online over blocks of keys and leaves (m, l, acc): a bound m of the scores, the sum of 2^(score -
 m), and the sum of values so weighted. Splits are then added one after the other, in rising order,
@@ -48,7 +48,11 @@ LONGEST = tl.constexpr(1024)  # keys of a split, from 8192 on
 LOG2_E = 1.4426950408889634
 ENOUGH_PROGRAMS = 256  # about two per multiprocessor of a large card: no need to spread the splits
 MAX_PARTS_BYTES = 128 << 20
-MERGE_D = 32  # lanes of one merging program, one per thread
+MERGES = (
+    (16, 128, 16),
+    (32, 64, 32),
+    (1 << 30, 32, 64),
+)  # up to so many splits: lanes, splits at once
 GAIN = tl.constexpr(64.0)  # times the largest scale, 65504 / 127, is still a number in fp16
 
 
@@ -56,11 +60,11 @@ def splits_up_to(position: int) -> int:
     """Number of splits that begin at or before `position`; `_split_begin` is the inverse."""
     if position < 1024:
         return position // 128 + 1
-    if position < 4096:
+    if position < 2048:
         return (position - 1024) // 256 + 9
     if position < 8192:
-        return (position - 4096) // 512 + 21
-    return (position - 8192) // LONGEST.value + 29
+        return (position - 2048) // 512 + 13
+    return (position - 8192) // LONGEST.value + 25
 
 
 def key_blocks(head_dim: int, value_dim: int) -> tuple[int, int]:
@@ -79,16 +83,16 @@ def key_blocks(head_dim: int, value_dim: int) -> tuple[int, int]:
 @triton.jit
 def _splits_up_to(position):
     count = tl.where(position < 1024, position // 128 + 1, (position - 1024) // 256 + 9)
-    count = tl.where(position < 4096, count, (position - 4096) // 512 + 21)
-    return tl.where(position < 8192, count, (position - 8192) // LONGEST + 29)
+    count = tl.where(position < 2048, count, (position - 2048) // 512 + 13)
+    return tl.where(position < 8192, count, (position - 8192) // LONGEST + 25)
 
 
 @triton.jit
 def _split_begin(split):
-    """First key of a split: 0, 128, ..., 1024, 1280, ..., 4096, 4608, ..., 8192, 9216, ..."""
+    """First key of a split: 0, 128, ..., 1024, 1280, ..., 2048, 2560, ..., 8192, 9216, ..."""
     begin = tl.where(split < 8, split * 128, 1024 + (split - 8) * 256)
-    begin = tl.where(split < 20, begin, 4096 + (split - 20) * 512)
-    return tl.where(split < 28, begin, 8192 + (split - 28) * LONGEST)
+    begin = tl.where(split < 12, begin, 2048 + (split - 12) * 512)
+    return tl.where(split < 24, begin, 8192 + (split - 24) * LONGEST)
 
 
 @triton.jit
@@ -338,25 +342,29 @@ def _merge_kernel(
     d, s = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_SPLITS)
     m_ptr = stats_ptr + row * num_splits
     l_ptr = m_ptr + num_rows.to(tl.int64) * num_splits
-    largest = tl.full((BLOCK_SPLITS,), float("-inf"), tl.float32)
-    for low in range(0, count, BLOCK_SPLITS):
-        m = tl.load(m_ptr + low + s, mask=low + s < count, other=float("-inf"))
-        largest = tl.maximum(largest, m)
-    m = tl.max(largest, axis=0)
-
-    l, zero = tl.zeros((1,), tl.float32), tl.zeros((1,), tl.int64)  # noqa: E741
+    m = tl.full((1,), float("-inf"), tl.float32)
+    l = tl.zeros((BLOCK_D,), tl.float32)  # noqa: E741
     acc = tl.zeros((BLOCK_D,), tl.float32)
     for low in range(0, count, BLOCK_SPLITS):
+        split_m = tl.load(m_ptr + low + s, mask=low + s < count, other=float("-inf"))
+        split_l = tl.load(l_ptr + low + s, mask=low + s < count, other=0.0)
+        parts = ()
         for i in tl.static_range(BLOCK_SPLITS):  # unrolled: all loads are under way at once
-            split = low + i + zero
-            inside = split < count
-            split_m = tl.load(m_ptr + split, mask=inside, other=float("-inf"))
-            split_l = tl.load(l_ptr + split, mask=inside, other=0.0)
+            split = low + i + tl.zeros((1,), tl.int64)
             part_at = parts_ptr + (split * num_rows + row) * D + d
-            part = tl.load(part_at, mask=inside & (d < D), other=0.0)
-            new = tl.exp2(split_m - m)
-            l = tl.fma(split_l, new, l)  # noqa: E741
-            acc = tl.fma(part, tl.broadcast_to(new, (BLOCK_D,)), acc)
+            part = tl.load(part_at, mask=(split < count) & (d < D), other=0.0)
+            parts = parts + (part,)  # type: ignore[assignment]
+        new_m = tl.maximum(m, tl.max(split_m, axis=0))
+        shrink = tl.broadcast_to(tl.exp2(m - _finite(new_m)), (BLOCK_D,))
+        m = new_m
+        l = l * shrink  # noqa: E741
+        acc = acc * shrink
+        new = tl.exp2(split_m - tl.broadcast_to(_finite(m), (BLOCK_SPLITS,)))
+        weighed = split_l * new
+        for i in tl.static_range(BLOCK_SPLITS):
+            here = tl.full((BLOCK_D,), i, tl.int32)
+            l = l + tl.gather(weighed, here, 0)  # noqa: E741
+            acc = tl.fma(parts[i], tl.gather(new, here, 0), acc)  # type: ignore[misc]
     start_next(PDL)
     tl.store(out_ptr + row * D + d, (acc / l).to(out_ptr.dtype.element_ty), mask=d < D)
 
@@ -414,9 +422,10 @@ def attention_triton(
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True, **overlapped,
     )  # fmt: skip
     if spread:
-        _merge_kernel[tokens * num_heads, triton.cdiv(value_dim, MERGE_D)](
+        lanes, at_once = next(shape for most, *shape in MERGES if splits <= most)
+        _merge_kernel[tokens * num_heads, triton.cdiv(value_dim, lanes)](
             parts, stats, out, tokens * num_heads, tokens, start, window or 0, splits,
-            ON_DEVICE=on_device, WINDOWED=window is not None, D=value_dim, BLOCK_D=MERGE_D,
-            BLOCK_SPLITS=32, num_warps=1, enable_fp_fusion=True, **overlapped,
+            ON_DEVICE=on_device, WINDOWED=window is not None, D=value_dim, BLOCK_D=lanes,
+            BLOCK_SPLITS=at_once, num_warps=1, enable_fp_fusion=True, **overlapped,
         )  # fmt: skip
     return out
