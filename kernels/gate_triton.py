@@ -25,9 +25,11 @@ import triton.language as tl
 
 from spmoe_lite.config import Routing
 
+from .configs import capability_of, overlap_options
 from .counters import counters_of
 from .gate import MIXTRAL, TINY, by_logits
 from .norm_triton import normed, row_block
+from .tile_triton import start_next, wait_for_previous
 
 TILE_T = 2  # tokens of a program
 PARTS = 8  # at least so many programs per tile, if there are as many experts
@@ -208,20 +210,22 @@ def _gate_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     part, tile = tl.program_id(0), tl.program_id(1)
     h, row = tl.arange(0, BLOCK_H), part * BLOCK_R + tl.arange(0, BLOCK_R)
     first = tile * TILE_T + tl.zeros((1,), tl.int64)
+    there = (row < ROWS)[:, None] & (h < H)[None, :]
+    router = tl.load(router_ptr + row[:, None] * H + h[None, :], mask=there, other=0.0)
+    if NORM:
+        weight = tl.load(norm_ptr + h, mask=h < H, other=0.0)
+    wait_for_previous(PDL)  # weights are nobody's result
     # All loads are under way before the first sum waits for one.
     xs = ()
     for t in tl.static_range(TILE_T):
         inside = (h < H) & (first + t < num_tokens)
         loaded = tl.load(x_ptr + (first + t) * H + h, mask=inside, other=0.0)
         xs = xs + (loaded,)  # type: ignore[assignment]
-    if NORM:
-        weight = tl.load(norm_ptr + h, mask=h < H, other=0.0)
-    there = (row < ROWS)[:, None] & (h < H)[None, :]
-    router = tl.load(router_ptr + row[:, None] * H + h[None, :], mask=there, other=0.0)
     for t in tl.static_range(TILE_T):
         if tile * TILE_T + t < num_tokens:
             x, token = xs[t], first + t  # type: ignore[var-annotated]
@@ -232,6 +236,7 @@ def _gate_kernel(
             logits = tl.sum(router.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
             tl.store(logits_ptr + token * ROWS + row, logits, mask=row < ROWS)
 
+    start_next(PDL)
     tl.debug_barrier()  # the whole program has stored before it is counted
     arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel")
     if arrived == tl.num_programs(0) - 1:
@@ -303,6 +308,6 @@ def _launch(
         SHARED=int(shared), TILE_T=TILE_T, BLOCK_T=max(TILE_T, warps), BLOCK_R=block_r,
         BLOCK_H=block_h, BLOCK_G=triton.next_power_of_2(groups),
         BLOCK_S=triton.next_power_of_2(num_experts // groups), BLOCK_C=triton.next_power_of_2(k),
-        num_warps=warps, enable_fp_fusion=True,
+        num_warps=warps, enable_fp_fusion=True, **overlap_options(capability_of(x)),
     )  # fmt: skip
     return out, weights, experts

@@ -8,6 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .configs import capability_of, overlap_options
+from .tile_triton import start_next, wait_for_previous
+
 
 def row_block(hidden: int) -> tuple[int, int]:
     """Elements of a row in one program, a power of 2, and the program's warps."""
@@ -30,13 +33,16 @@ def _rms_norm_kernel(
     out_ptr,  # [T, H]
     eps,
     H: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * H + h, mask=h < H, other=0.0)
     weight = tl.load(weight_ptr + h, mask=h < H, other=0.0)
     y = normed(x, weight, eps, H)
+    start_next(PDL)
     tl.store(out_ptr + row * H + h, y.to(out_ptr.dtype.element_ty), mask=h < H)
 
 
@@ -48,6 +54,7 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
     block, warps = row_block(hidden)
     if tokens:
         _rms_norm_kernel[(tokens,)](
-            x, weight, out, eps, H=hidden, BLOCK=block, num_warps=warps, enable_fp_fusion=True
-        )
+            x, weight, out, eps, H=hidden, BLOCK=block, num_warps=warps, enable_fp_fusion=True,
+            **overlap_options(capability_of(x)),
+        )  # fmt: skip
     return out
