@@ -13,9 +13,10 @@ alignment, so it is declared again after the cast; without it every load is scal
 4.2 TB/s, H200). With a second address the weights are stored there as they are read, so that an
 expert in host memory crosses the bus once for both uses.
 
-With few tokens down alone has too few programs for a large card. For codes its K may be cut into
-segments, as in `linear_triton.py`: each is a program that writes fp32, and `_combine_kernel` adds
-them in order and rounds; for many tokens one program walks through them.
+With few tokens down alone has too few programs for a large card. For codes a long K is cut into
+segments by its length alone: up to 32 tokens each is a program that writes fp32, and
+`_combine_kernel` adds them in order and rounds; for more, one program walks through them and adds
+them in the same order.
 
 Same bits for a row whatever stands beside it: see `tile_triton.py`; each (row, choice) is written
 by one program at a place of its own, and `_combine_kernel` adds the choices in the router's order.
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 ORDER_BLOCK = 1024
 COMBINE_BLOCKS = 256, 1024  # columns of a program, for few and for many tokens
 SEGMENT_STEP = 256  # a multiple of every K step for codes in `configs.py`, and of two groups
-DOWN_SEGMENTS = 1  # of down, for codes
+DOWN_SEGMENTS, LONG = 4, 8192  # of down, for codes, where its K is so long; a short one loses by it
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tokens"])
@@ -305,7 +306,7 @@ def combine_triton(
 def down_segments(layout: ExpertLayout) -> tuple[int, int]:
     """Length and number of the K segments of down; by its shape and weights alone."""
     k = layout.intermediate_size
-    if scheme_of(layout.dtype) is None:
+    if scheme_of(layout.dtype) is None or k < LONG:
         return k, 1
     length = triton.cdiv(triton.cdiv(k, DOWN_SEGMENTS), SEGMENT_STEP) * SEGMENT_STEP
     return length, triton.cdiv(k, length)

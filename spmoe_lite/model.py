@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from spmoe_lite.config import ExpertLayout, ModelConfig, Rope
 from spmoe_lite.kernels.attention import attention
-from spmoe_lite.kernels.expert_gemm import combine, expert_down, expert_up
+from spmoe_lite.kernels.expert_gemm import combine, expert_down, expert_up, new_partial
 from spmoe_lite.kernels.gate import norm_gate_topk
 from spmoe_lite.kernels.linear import Weight, linear
 from spmoe_lite.kernels.norm import rms_norm
@@ -161,11 +161,11 @@ class Transformer:
             x, block.post_norm, c.rms_norm_eps, block.router, c.num_experts_per_tok
         )
         hidden = m.new_empty((*experts.shape, layout.intermediate_size))
-        partial = m.new_empty((*experts.shape, c.hidden_size))
+        partial = new_partial(m, experts, layout)
         for use in source.serve(layer, experts):
             expert_up(m, experts, use, layout, out=hidden)
             expert_down(hidden, experts, use, layout, out=partial)
-        return combine(partial, weights, residual=x)
+        return combine(partial, weights, residual=x, dtype=m.dtype)
 
 
 def _mlp(block: Block, m: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
