@@ -3,6 +3,7 @@
 `CHECKS` is what `kernels.py` runs, each item in a process of its own: a function and its arguments.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -11,7 +12,7 @@ from kernel_data import DEVICE, layout, random, routing, table, weights
 from spmoe_lite import timing
 from spmoe_lite.config import ExpertLayout, matrix_bytes, scheme_of
 from spmoe_lite.kernels.attention import attention, attention_reference
-from spmoe_lite.kernels.expert_gemm import DTYPES, combine, expert_down, expert_up
+from spmoe_lite.kernels.expert_gemm import DTYPES, combine, expert_down, expert_up, new_partial
 from spmoe_lite.kernels.gate import gate_topk, gate_topk_reference
 from spmoe_lite.kernels.linear import linear
 from spmoe_lite.kernels.norm import rms_norm, rms_norm_reference
@@ -71,13 +72,14 @@ def guards_hold(whole: torch.Tensor) -> bool:
 
 
 def run_experts(x, experts, use, shape: ExpertLayout) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Results of up and of down, and whether the guards hold."""
-    tokens, choices = experts.shape
-    h, h_whole = guarded((tokens, choices, shape.intermediate_size), x.dtype)
-    out, out_whole = guarded((tokens, choices, shape.hidden_size), x.dtype)
+    """Results of up and of down, its segments added, and whether the guards hold."""
+    partial = new_partial(x, experts, shape)
+    h, h_whole = guarded((*experts.shape, shape.intermediate_size), x.dtype)
+    out, out_whole = guarded(partial.shape, partial.dtype)
     expert_up(x, experts, use, shape, h)
     expert_down(h, experts, use, shape, out)
-    return h, out, guards_hold(h_whole) and guards_hold(out_whole)
+    guards = guards_hold(h_whole) and guards_hold(out_whole)
+    return h, functools.reduce(torch.add, out).to(x.dtype) if out.dim() == 4 else out, guards
 
 
 def matrices(one: torch.Tensor, shape: ExpertLayout, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -124,19 +126,21 @@ def check_experts(stored: str, dtype: str) -> Checks:
         got_h, got, guards = run_experts(x[part], experts[part].clone(), plain, shape)
         same &= guards and torch.equal(got_h, h[part]) and torch.equal(got, out[part])
     checks.true(SAME_BITS, same)
-    grouped_h, grouped = torch.empty_like(h[:5]), torch.empty_like(out[:5])
+    grouped_h, grouped = torch.empty_like(h[:5]), new_partial(x[:5], experts[:5], shape)
     for line in reversed(plain.split(1)):
         expert_up(x[:5], experts[:5], line.clone(), shape, grouped_h)
         expert_down(grouped_h, experts[:5], line.clone(), shape, grouped)
-    checks.true("row bits for any grouping", torch.equal(grouped, out[:5]))
+    shares = torch.rand(700, choices, device=DEVICE)
+    y = combine(out, shares)
+    same = torch.equal(combine(grouped, shares[:5], dtype=torch_dtype), y[:5])
+    checks.true("row bits for any grouping, combined", same)
     everyone = torch.tensor([[3, 0]], dtype=torch.int32, device=DEVICE).repeat(700, 1)
     _, got, guards = run_experts(x, everyone, plain, shape)
     _, one, _ = run_experts(x[650:651], everyone[:1], plain, shape)
     checks.true("all tokens on two experts", guards and torch.equal(got[650:651], one))
 
-    shares = torch.rand(700, choices, device=DEVICE)
     want = (out.double() * shares.double()[..., None]).sum(1)
-    checks.error("combine against fp64", combine(out, shares), want, TOLERANCE[dtype])
+    checks.error("combine against fp64", y, want, TOLERANCE[dtype])
     return checks
 
 

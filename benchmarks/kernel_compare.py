@@ -102,8 +102,8 @@ def up_in(rows: bool, model: Experts, entry: Tile, x: torch.Tensor, use: torch.T
         x, use, out, len(x), N=n, K=k, ROW=k // 64 * words if rows else words,
         BLOCK=words if rows else n * words, UP=shape.up_offset, SCALES=scheme.parts(n, k)[0],
         DTYPE=TRITON_DTYPES[x.dtype], **scheme_constants(x.dtype, scheme),
-        BLOCK_N=entry.n, BLOCK_K=entry.k, BLOCK_T=entry.t, num_warps=entry.warps,
-        num_stages=entry.stages, enable_fp_fusion=True, **overlap_options(capability_of(x)),
+        BLOCK_N=entry.n, BLOCK_K=entry.k, BLOCK_T=entry.t, **entry.options(),
+        enable_fp_fusion=True, **overlap_options(capability_of(x)),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import torch
 from spmoe_lite import timing
 from spmoe_lite.config import ExpertLayout, matrix_bytes
 from spmoe_lite.kernels.attention import attention
-from spmoe_lite.kernels.expert_gemm import combine, expert_down, expert_up
+from spmoe_lite.kernels.expert_gemm import combine, expert_down, expert_up, new_partial
 
 DEVICE = torch.device("cuda")
 SHAPES = {  # hidden, inner, experts, choices, layers that are several times the L2
@@ -75,12 +75,12 @@ class Experts:
         experts, ids = self.route(tokens)
         x = random((tokens, self.hidden), torch.bfloat16)
         h = random((tokens, self.choices, self.inner), torch.bfloat16)
-        out = torch.empty(tokens, self.choices, self.hidden, dtype=torch.bfloat16, device=DEVICE)
+        out = new_partial(x, experts, self.shape)
         shares = torch.rand(tokens, self.choices, device=DEVICE)
         runs: dict[str, Callable] = {
             "up": lambda use: expert_up(x, experts, use, self.shape, h),
             "down": lambda use: expert_down(h, experts, use, self.shape, out),
-            "combine": lambda use: combine(out, shares),
+            "combine": lambda use: combine(out, shares, dtype=torch.bfloat16),
         }
         runs["all"] = lambda use: [runs[part](use) for part in ("up", "down", "combine")]
         read = {"up": self.up_bytes, "down": self.down_bytes, "combine": 0}

@@ -53,7 +53,7 @@ from sweep import sweep  # noqa: E402
 
 from spmoe_lite import timing  # noqa: E402
 from spmoe_lite.config import matrix_bytes  # noqa: E402
-from spmoe_lite.kernels.expert_gemm import expert_down, expert_up  # noqa: E402
+from spmoe_lite.kernels.expert_gemm import expert_down, expert_up, new_partial  # noqa: E402
 from spmoe_lite.kernels.gate import gate_topk  # noqa: E402
 from spmoe_lite.kernels.linear import linear  # noqa: E402
 from spmoe_lite.kernels.norm import rms_norm  # noqa: E402
@@ -131,7 +131,7 @@ def time_cliffs(model: Experts) -> dict:
         experts = torch.arange(model.choices, dtype=torch.int32, device=DEVICE).repeat(tokens, 1)
         x = random((tokens, model.hidden), torch.bfloat16)
         h = torch.empty(tokens, model.choices, model.inner, dtype=torch.bfloat16, device=DEVICE)
-        out = torch.empty(tokens, model.choices, model.hidden, dtype=torch.bfloat16, device=DEVICE)
+        out = new_partial(x, experts, model.shape)
 
         def both(use, x=x, h=h, out=out, experts=experts):
             expert_up(x, experts, use, model.shape, h)

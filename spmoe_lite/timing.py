@@ -16,7 +16,7 @@ import torch
 from spmoe_lite.config import ExpertLayout, matrix_bytes, scheme_of
 from spmoe_lite.device import multiplies_bf16
 from spmoe_lite.kernels.configs import Key, Kind
-from spmoe_lite.kernels.expert_gemm import DTYPES, expert_down, expert_up
+from spmoe_lite.kernels.expert_gemm import DTYPES, expert_down, expert_up, new_partial
 from spmoe_lite.kernels.linear import linear
 from spmoe_lite.pack import Pack, Weight, view_weight
 
@@ -163,15 +163,20 @@ def expert_bench(
     lines = torch.tensor([[i % choices, one.data_ptr(), 0] for i, one in enumerate(slab)])
     uses = [use.clone() for use in lines.to(device).split(choices)]  # aligned as an engine's
     experts = torch.arange(choices, dtype=torch.int32, device=device).repeat(MOST_ROWS, 1)
-    up = kind == "up"
-    x_shape, width = ((MOST_ROWS, hidden), inner) if up else ((MOST_ROWS, choices, inner), hidden)
-    x = torch.randn(x_shape, device=device).to(dtype)
+    x = torch.randn((MOST_ROWS, hidden), device=device).to(dtype)
+    h = torch.randn((MOST_ROWS, choices, inner), device=device).to(dtype)
 
-    def run(use: torch.Tensor, rows: int) -> torch.Tensor:
-        out = x.new_empty(rows, choices, width)
-        (expert_up if up else expert_down)(x[:rows], experts[:rows], use, layout, out)
+    def up(use: torch.Tensor, rows: int) -> torch.Tensor:
+        out = torch.empty_like(h[:rows])
+        expert_up(x[:rows], experts[:rows], use, layout, out)
         return out
 
+    def down(use: torch.Tensor, rows: int) -> torch.Tensor:
+        out = new_partial(x[:rows], experts[:rows], layout)
+        expert_down(h[:rows], experts[:rows], use, layout, out)
+        return out
+
+    run = up if kind == "up" else down
     return Bench([[functools.partial(run, use) for use in uses]], slab)
 
 

@@ -94,12 +94,13 @@ def candidates(product: Product, shipped: Tile) -> list[Tile]:
     found, scheme = [], scheme_of(product.weights)
     least_n, least_k = min(shipped.n, 64), min(shipped.k, 64 if scheme is None else 128)
     for n, k, warps, stages in MOVES:
-        tile = Tile(
-            int(shipped.n * 2.0**n),
-            int(shipped.k * 2.0**k),
-            shipped.t,
-            int(shipped.warps * 2.0**warps),
-            shipped.stages + stages,
+        tile = replace(
+            shipped,
+            n=int(shipped.n * 2.0**n),
+            k=int(shipped.k * 2.0**k),
+            warps=int(shipped.warps * 2.0**warps),
+            stages=shipped.stages + stages,
+            registers=0 if n or k or warps else shipped.registers,
         )
         fits = least_n <= tile.n <= 256 and least_k <= tile.k <= 256
         fits &= 4 <= tile.warps <= 8 and 2 <= tile.stages <= 8
