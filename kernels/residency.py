@@ -37,7 +37,10 @@ STAGED, FILLED, LATE = 1, 2, 3
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """L layers, E experts and at most Q slots a layer, K drafts of n predictions a layer; one device."""
+    """L layers, E experts and at most Q slots a layer; on one device.
+
+    K drafts of a step have n predictions for each of the first P layers.
+    """
 
     host: torch.Tensor  # [L, E] int64: address of the expert in host memory
     src: torch.Tensor  # [L, E] int64: address to read now; bit 0: being copied
@@ -47,15 +50,18 @@ class Tables:
     missed: torch.Tensor  # [L, E] int32: 1 if the pass at hand read it from host memory
     progress: torch.Tensor  # [1] int32: the layer at hand; up to it all predictions are late
     expected: torch.Tensor  # [L, E] int32: 1 if a draft of this step has pointed at it
-    wanted: torch.Tensor  # [K, L, n] int32: what `stage` chose, expert ids
-    place: torch.Tensor  # [K, L, n] int32: its slot
-    state: torch.Tensor  # [K, L, n] int32: 0 nothing, STAGED, FILLED, LATE
-    arrived: torch.Tensor  # [K, L, n] int32: programs of `fetch` that have copied their share
+    wanted: torch.Tensor  # [K, P, n] int32: what `stage` chose, expert ids
+    place: torch.Tensor  # [K, P, n] int32: its slot
+    state: torch.Tensor  # [K, P, n] int32: 0 nothing, STAGED, FILLED, LATE
+    arrived: torch.Tensor  # [K, P, n] int32: programs of `fetch` that have copied their share
 
     @staticmethod
-    def make(host: torch.Tensor, slots: torch.Tensor, drafts: int, predictions: int) -> Tables:
-        """Nothing resident; on the device of `slots` [L, Q] int64, which holds 0 where there is none."""
-        layers, device = len(host), slots.device
+    def make(host: torch.Tensor, slots: torch.Tensor, ahead: tuple[int, int, int]) -> Tables:
+        """Nothing resident; on the device of `slots` [L, Q] int64, which holds 0 where there is none.
+
+        ahead: (K, P, n).
+        """
+        device = slots.device
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -70,10 +76,10 @@ class Tables:
             missed=zeros(*host.shape),
             progress=zeros(1),
             expected=zeros(*host.shape),
-            wanted=zeros(drafts, layers, predictions),
-            place=zeros(drafts, layers, predictions),
-            state=zeros(drafts, layers, predictions),
-            arrived=zeros(drafts, layers, predictions),
+            wanted=zeros(*ahead),
+            place=zeros(*ahead),
+            state=zeros(*ahead),
+            arrived=zeros(*ahead),
         )
 
 
@@ -109,7 +115,7 @@ def credit(tables: Tables, trace: torch.Tensor, rows: torch.Tensor, position: to
 def stage(
     tables: Tables, predicted: torch.Tensor, cutoff: torch.Tensor, number: torch.Tensor
 ) -> None:
-    """predicted [L, n] int32: give the absent ones of the first `cutoff` [1] layers slots.
+    """predicted [P, n] int32: give the absent ones of the first `cutoff` [1] layers slots.
 
     number [1] int32, from 0, is that of the draft token. Runs before the pass that will want them, and
     after `credit` of the one before. CPU tensors take the reference.

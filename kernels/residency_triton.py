@@ -25,7 +25,7 @@ _EMPTY, _NO_SLOT = tl.constexpr(EMPTY), tl.constexpr(NO_SLOT)
 _STAGED, _FILLED, _LATE = tl.constexpr(STAGED), tl.constexpr(FILLED), tl.constexpr(LATE)
 _LAST = tl.constexpr(1 << 62)  # beyond every key
 PAIRS = 16  # choices compared at once
-COPY_PROGRAMS = 32  # measured: 16 fill a PCIe 5 x16 bus
+COPY_PROGRAMS = 16  # they fill a PCIe 5 x16 bus; more slow the draft down
 COPY_WARPS = 4
 COPY_WORDS = 4096  # int32 of one program's piece
 
@@ -147,7 +147,7 @@ def _credit_kernel(
 
 @triton.jit
 def _stage_kernel(
-    predicted_ptr,  # [L, CHOICES] int32
+    predicted_ptr,  # [P, CHOICES] int32
     cutoff_ptr,
     number_ptr,
     src_ptr,  # [L, E] int64
@@ -155,7 +155,7 @@ def _stage_kernel(
     who_ptr,  # [L, Q] int32
     age_ptr,  # [L, E] int32
     expected_ptr,
-    wanted_ptr,  # [K, L, CHOICES] int32
+    wanted_ptr,  # [K, P, CHOICES] int32
     place_ptr,
     state_ptr,
     E: tl.constexpr,
@@ -272,9 +272,9 @@ def stage_triton(
     tables: Tables, predicted: torch.Tensor, cutoff: torch.Tensor, number: torch.Tensor
 ) -> None:
     """Launch `stage`."""
-    (layers, num_experts), num_slots = tables.host.shape, tables.slots.shape[1]
+    num_experts, num_slots = tables.host.shape[1], tables.slots.shape[1]
     assert predicted.is_contiguous() and predicted.shape == tables.wanted.shape[1:]
-    _stage_kernel[(layers,)](
+    _stage_kernel[(len(predicted),)](
         predicted, cutoff, number, tables.src, tables.host, tables.who, tables.age, tables.expected,
         tables.wanted, tables.place, tables.state,
         E=num_experts, Q=num_slots, CHOICES=predicted.shape[1],

@@ -150,8 +150,8 @@ class Decoder:
             while kv.length < known - 2:  # the prompt, or what plain steps have written
                 check(cancel)
                 self.draft.forward(tokens[kv.length : known - 2][:PREFILL_CHUNK], kv)
-            if graphs.prefetches:
-                cutoff = self.last_cutoff = self._cutoff_layer(count)
+            if graphs.layers_ahead:
+                cutoff = self.last_cutoff = min(graphs.layers_ahead, self._cutoff_layer(count))
         try:
             graphs.enter(self.store)
             pick = None if sampler.greedy else sampler.pick_row

@@ -79,6 +79,7 @@ DEFAULT_CONTEXT = 8192
 DEFAULT_DRAFT_TOKENS = 4
 CODES_RATE = 0.4  # of a GPU's memory rate, in products with quantised matrices (docs/log.md)
 MAX_DRAFT_TOKENS = 31  # a verify pass of at most 32 rows
+LAYERS_AHEAD = 8  # at most, that captured drafts predict for: more never arrives in time
 WARM_UP = ((1, 0), (17, 0), (33, 0), (128, 0), (1, 128))  # rows of a pass, tokens before it
 
 
@@ -544,8 +545,7 @@ class Engine:
             tables = Tables.make(
                 host,
                 torch.zeros((len(host), share), dtype=torch.int64, device=self.device),
-                drafts=most,
-                predictions=critical,
+                ahead=(most, min(len(host), LAYERS_AHEAD), critical),
             )
             stride = self.plan.slot_bytes
         draft, draft_kv = models[1] if len(models) > 1 else (None, None)

@@ -124,6 +124,7 @@ class StepGraphs:
         self._draft_model, self._draft_kv = draft, draft_kv
         self._stride, self._num_tokens = stride, num_tokens
         self._predictor = predictor if tables is not None else None
+        self.layers_ahead = 0 if self._predictor is None else tables.wanted.shape[1]
         self._resident = resident
         self._sources: dict[tuple[Transformer, int], RoutedExperts | ResidentExperts] = {}
         device = target.device
@@ -148,7 +149,7 @@ class StepGraphs:
         self._finish = {}
         if self.tables is not None:
             self._finish = {rows: self._capture(self._run_finish, rows) for rows in sizes}
-            if self.prefetches:
+            if self.layers_ahead:
                 fetch(self.tables, stride, 0, 1)  # nothing: it is compiled
         self._draft = [self._capture(self._run_draft, rows) for rows in (2, 1)] if draft else []
 
@@ -209,7 +210,7 @@ class StepGraphs:
             experts = self.tables.host.shape[1]
             missed, rest = np.split(rest, [layers * experts])
             missed = missed.reshape(layers, experts) != 0
-            wanted, state = rest.reshape(2, -1, layers, self.tables.wanted.shape[2])
+            wanted, state = rest.reshape(2, *self.tables.wanted.shape)
             at = np.argwhere(state == FILLED)
             fetched = np.stack((at[:, 1], wanted[tuple(at.T)]), axis=1)
         return Found(
@@ -223,11 +224,6 @@ class StepGraphs:
             draft_ms=begun.elapsed_time(drafted),
             verify_ms=drafted.elapsed_time(verified),
         )
-
-    @property
-    def prefetches(self) -> bool:
-        """Whether drafts may have experts copied ahead of need."""
-        return self._predictor is not None
 
     def keep(self, rows: int, position: int) -> None:
         """The first `rows` rows of the last pass stay, the first of them at `position`."""
@@ -289,7 +285,8 @@ class StepGraphs:
         predicted: list[torch.Tensor] = []
 
         def predict(layer: int, state: torch.Tensor) -> None:
-            predicted.append(self._predictor.choose(layer, state[-1:]))
+            if layer < self.layers_ahead:
+                predicted.append(self._predictor.choose(layer, state[-1:]))
 
         start, number = self._param(DRAFT_START), self._param(NUMBER)
         source = self._source(draft, rows)

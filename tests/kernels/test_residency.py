@@ -25,7 +25,7 @@ class World:
         host = self.host.data_ptr() + STRIDE * torch.arange(count).view(layers, experts)
         slots = self.room.data_ptr() + STRIDE * torch.arange(layers * quota).view(layers, quota)
         slots[layers - 1, quota - 1] = 0  # the last layer has one slot less
-        self.tables = Tables.make(host, slots.to(device), 2, guesses)
+        self.tables = Tables.make(host, slots.to(device), (2, layers, guesses))
         lines = min(experts, k * tokens)
         self.use = torch.full((lines, 3), 7, dtype=torch.int64, device=device)
         self.trace = torch.zeros((layers, tokens, k), dtype=torch.int32, device=device)
