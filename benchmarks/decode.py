@@ -1,0 +1,334 @@
+"""The decode loop at true shapes: `python benchmarks/decode.py [--layers N] [--slots N,N] [--json FILE]`.
+
+A synthetic Mixtral-8x7B and Mistral-7B on one GPU, without any download: random int4 weights, the draft
+with the target's own attention and embedding and feed-forward parts so small that its states point at the
+target's experts. Experts in host memory are views of fewer distinct ones, more bytes than the last-level
+cache holds. Acceptance is forced: of each step a number of proposals drawn from the rate asked for. What
+runs is the engine's captured steps (`spmoe_lite/graphs.py`) over its tables; the Engine itself does not.
+"""
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.kernel_data import DEVICE, layout
+from spmoe_lite import timing
+from spmoe_lite.config import ModelConfig, Rope, matrix_bytes
+from spmoe_lite.cutoff import Profile, cutoff_layer, expected_copies
+from spmoe_lite.graphs import StepGraphs
+from spmoe_lite.kernels.residency import Tables
+from spmoe_lite.kvcache import KVCache
+from spmoe_lite.model import Transformer
+from spmoe_lite.predictor import ExpertPredictor
+from spmoe_lite.slots import SlotTable
+
+HIDDEN, INNER, VOCAB, EXPERTS, CHOICES = 4096, 14336, 32000, 8, 2
+CODES, HEAD = "int4-g64z", "int8-g64"
+CONTEXT, CAPACITY = 1024, 4096
+
+
+def config(layers: int, moe: bool) -> ModelConfig:
+    return ModelConfig(
+        family="mixtral" if moe else "mistral",
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=32768,
+        rope=Rope(theta=1e6),
+        num_local_experts=EXPERTS if moe else 0,
+        num_experts_per_tok=CHOICES if moe else 0,
+    )
+
+
+def weight(dtype: str, rows: int, columns: int):
+    memory = torch.empty(matrix_bytes(dtype, rows, columns), dtype=torch.uint8, device=DEVICE)
+    return timing.random_weight(memory, dtype, (rows, columns))
+
+
+def small(scales: torch.Tensor) -> None:
+    """Scales of about 2^-12: what these weights add to the residual stream is a small part of it."""
+    scales.bitwise_and_(-0x7C01).bitwise_or_(0x0C00)
+
+
+def shared_tensors(layers: int) -> dict:
+    """Embedding, attention and norms, which target and draft have in common."""
+    ones = torch.ones(HIDDEN, dtype=torch.bfloat16, device=DEVICE)
+    embed = torch.randn(VOCAB, HIDDEN, device=DEVICE).bfloat16()
+    tensors = {"embed_tokens.weight": embed, "norm.weight": ones}
+    tensors["lm_head.weight"] = weight(HEAD, VOCAB, HIDDEN)
+    for i in range(layers):
+        for name, rows in {"q_proj": 4096, "k_proj": 1024, "v_proj": 1024, "o_proj": 4096}.items():
+            tensors[f"layers.{i}.{name}.weight"] = weight(CODES, rows, HIDDEN)
+        tensors[f"layers.{i}.input_norm.weight"] = tensors[f"layers.{i}.post_norm.weight"] = ones
+    return tensors
+
+
+class Pair:
+    """Target and draft, the target's experts in host memory, and as many as fit in a slab."""
+
+    def __init__(self, layers: int, distinct: int):
+        self.layers, self.layout = layers, layout(CODES, HIDDEN, INNER)
+        common = shared_tensors(layers)
+        target, draft = dict(common), dict(common)
+        for i in range(layers):
+            router = torch.randn(EXPERTS, HIDDEN, device=DEVICE) * 0.02
+            target[f"layers.{i}.router.weight"] = router.bfloat16()
+            for name, shape in {
+                "gate": (INNER, HIDDEN),
+                "up": (INNER, HIDDEN),
+                "down": (HIDDEN, INNER),
+            }.items():
+                one = weight(CODES, *shape)
+                small(one.scales)
+                draft[f"layers.{i}.{name}_proj.weight"] = one
+        self.target = Transformer(config(layers, True), target, CAPACITY, NoSource(), self.layout)
+        self.draft = Transformer(config(layers, False), draft, CAPACITY)
+        self.blobs = []
+        for _ in range(distinct):
+            blob = timing.random_experts(self.layout, 1, DEVICE)[0]
+            for view in scale_views(blob, self.layout):
+                small(view)
+            self.blobs.append(blob.cpu().pin_memory())
+        self.address = torch.tensor(
+            [
+                [self.blobs[(i * EXPERTS + e) % distinct].data_ptr() for e in range(EXPERTS)]
+                for i in range(layers)
+            ]
+        )
+        self.bytes = {
+            "target at T=1": dense_bytes(self.target) + layers * CHOICES * self.layout.stride,
+            "draft": dense_bytes(self.draft),
+        }
+
+    def caches(self) -> tuple[KVCache, KVCache]:
+        return tuple(
+            KVCache(m.config, CAPACITY, torch.bfloat16, DEVICE) for m in (self.target, self.draft)
+        )
+
+
+class NoSource:
+    """Captured steps bring their own source of experts."""
+
+
+class Store:
+    """What `StepGraphs.enter` asks of the engine's store."""
+
+    def __init__(self, table: SlotTable, base: int):
+        self.table, self.base = table, base
+
+
+def scale_views(blob: torch.Tensor, shape) -> list[torch.Tensor]:
+    offsets = (
+        (shape.gate_offset, INNER, HIDDEN),
+        (shape.up_offset, INNER, HIDDEN),
+        (shape.down_offset, HIDDEN, INNER),
+    )
+    return [
+        timing.view_weight(blob[at : at + matrix_bytes(CODES, n, k)], CODES, (n, k)).scales
+        for at, n, k in offsets
+    ]
+
+
+def dense_bytes(model: Transformer) -> int:
+    """Bytes of weights one token reads, experts aside."""
+    total = 0
+    for block in model.blocks:
+        for one in (block.qkv, block.o, block.gate_up, block.down, block.router):
+            total += 0 if one is None else sum(t.nbytes for t in parts(one))
+    return total + sum(t.nbytes for t in parts(model.head))
+
+
+def parts(one) -> tuple[torch.Tensor, ...]:
+    return (one,) if isinstance(one, torch.Tensor) else one.tensors()
+
+
+def build(pair: Pair, slots: int, drafts: int, ahead: bool, drafting: bool = True):
+    """(graphs, store) with `slots` experts in VRAM."""
+    every = pair.layers * EXPERTS
+    target_kv, draft_kv = pair.caches()
+    resident, tables, store = {}, None, None
+    slab = torch.empty(slots, pair.layout.stride, dtype=torch.uint8, device=DEVICE)
+    if slots == every:
+        for i in range(every):
+            slab[i].copy_(pair.blobs[i % len(pair.blobs)])
+        at = slab.data_ptr() + torch.arange(every, dtype=torch.int64) * pair.layout.stride
+        resident[pair.target] = at.view(pair.layers, EXPERTS).to(DEVICE)
+    else:
+        table = SlotTable(slots, pair.layers, EXPERTS, CHOICES, "layer-lru")
+        share = max(len(table.places(i)) for i in range(pair.layers))
+        tables = Tables.make(
+            pair.address,
+            torch.zeros((pair.layers, share), dtype=torch.int64, device=DEVICE),
+            (drafts, min(pair.layers, 8), CHOICES),
+        )
+        store = Store(table, slab.data_ptr())
+    graphs = StepGraphs(
+        pair.target,
+        target_kv,
+        pair.draft if drafting else None,
+        draft_kv if drafting else None,
+        resident=resident,
+        tables=tables,
+        stride=pair.layout.stride,
+        predictor=ExpertPredictor(pair.target, CHOICES) if ahead else None,
+        most=drafts,
+        num_tokens=VOCAB,
+    )
+    for kv in (target_kv, draft_kv):
+        for cache in (kv.keys, kv.values):
+            cache[:, :CONTEXT].normal_()
+    graphs.enter(store)
+    graphs.slab = slab
+    return graphs
+
+
+def run(
+    pair: Pair, graphs: StepGraphs, count: int, cutoff: int, accept: float, steps: int, warm: int
+) -> dict:
+    """Steps of `count` drafts; medians in ms, and what crossed the bus."""
+    draw = random.Random(1)
+    tokens = [draw.randrange(VOCAB) for _ in range(CONTEXT)]
+    rows, position = [], CONTEXT
+    for i in range(warm + steps):
+        begun = time.perf_counter()
+        found = graphs.step(tokens, count, cutoff, None, None)
+        taken = 0
+        while taken < count and draw.random() < accept:
+            taken += 1
+        graphs.keep(taken + 1, position)
+        position += taken + 1
+        tokens = tokens[taken + 1 :] + found.proposal[:taken] + [found.tokens[taken]]  # one length
+        if i >= warm:
+            missed = 0 if found.missed is None else int(found.missed.sum())
+            fetched = [] if found.fetched is None else found.fetched.tolist()
+            used = [{e for row in layer for e in row} for layer in found.trace.tolist()]
+            rows.append(
+                {
+                    "wall": (time.perf_counter() - begun) * 1e3,
+                    "draft": found.draft_ms,
+                    "verify": found.verify_ms,
+                    "missed": missed,
+                    "fetched": len(fetched),
+                    "useful": sum(e in used[layer] for layer, e in fetched),
+                    "union": sum(map(len, used)),
+                    "tokens": taken + 1,
+                }
+            )
+    mean = {key: statistics.mean(row[key] for row in rows) for key in rows[0]}
+    median = {
+        key: statistics.median(row[key] for row in rows) for key in ("wall", "draft", "verify")
+    }
+    return {
+        "median_ms": median,
+        "mean": mean,
+        "tpot_ms": sum(r["wall"] for r in rows) / sum(r["tokens"] for r in rows),
+        "step_bytes": (mean["missed"] + mean["fetched"]) * pair.layout.stride,
+    }
+
+
+def ceilings(pair: Pair) -> dict:
+    """HBM reads by torch's sum of 8 GB; the bus by a copy of 1 GB and by the engine's own `fetch`."""
+    data = torch.empty(2 << 30, dtype=torch.float32, device=DEVICE).normal_()
+    read = timing.replay_ms([data.sum], 5)
+    host = torch.empty(1 << 30, dtype=torch.uint8).pin_memory()
+    there = torch.empty_like(host, device=DEVICE)
+    copy = timing.replay_ms([lambda: there.copy_(host, non_blocking=True)], 5)
+    return {"hbm_TB_s": data.nbytes / read / 1e9, "copy_GB_s": host.nbytes / copy / 1e6}
+
+
+def rounded(value):
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    return round(value, 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--slots", default="128,64")
+    parser.add_argument("--draft-tokens", type=int, default=4)
+    parser.add_argument("--acceptance", type=float, default=0.9)
+    parser.add_argument("--cutoffs", default="0,auto")
+    parser.add_argument("--distinct", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--skip", default="", help="parts to leave out: resident, slots")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    drafts = args.draft_tokens
+    results: dict = {
+        "command": " ".join(sys.argv),
+        "machine": f"{torch.cuda.get_device_name()}, {platform.processor()}",
+    }
+    results["commit"] = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    results["torch"] = torch.__version__
+    with torch.inference_mode():
+        pair = Pair(args.layers, args.distinct)
+        results["bytes"], results["ceilings"] = pair.bytes, ceilings(pair)
+        print(json.dumps(results))
+        hbm = results["ceilings"]["hbm_TB_s"] * 1e9  # bytes per ms
+
+        def show(name: str, row: dict) -> None:
+            results[name] = row
+            print(name, json.dumps(rounded(row)), flush=True)
+
+        if "resident" not in args.skip:
+            graphs = build(pair, args.layers * EXPERTS, drafts, False)
+            for count in (0, drafts):
+                row = run(pair, graphs, count, 0, args.acceptance, args.steps, 5)
+                union = row["mean"]["union"] * pair.layout.stride
+                floor = (dense_bytes(pair.target) + union) / hbm
+                row["verify_over_roofline"] = row["median_ms"]["verify"] / floor
+                if count:
+                    row["draft_over_roofline"] = (
+                        row["median_ms"]["draft"] / count / (pair.bytes["draft"] / hbm)
+                    )
+                show(f"resident T={count + 1}", row)
+            del graphs
+            torch.cuda.empty_cache()
+        for slots in map(int, args.slots.split(",")) if "slots" not in args.skip else ():
+            for ahead in (False, True):
+                graphs = build(pair, slots, drafts, ahead)
+                for text in args.cutoffs.split(",") if ahead else ["0"]:
+                    if ahead and text == "0":
+                        continue
+                    if text == "auto":
+                        copy_ms = pair.layout.stride / 51e6
+                        cutoff = cutoff_layer(
+                            Profile(copy_ms, 2.0, 0.15),
+                            num_layers=args.layers,
+                            num_draft_tokens=drafts,
+                            copies_per_layer=expected_copies(
+                                EXPERTS, CHOICES, drafts, slots / args.layers / EXPERTS
+                            ),
+                            free_slots=slots,
+                        )
+                    else:
+                        cutoff = int(text)
+                    row = run(pair, graphs, drafts, cutoff, args.acceptance, args.steps, 12)
+                    bus = row["step_bytes"] / 51.0e6
+                    row["bus_floor_ms"], row["cutoff"] = bus, float(cutoff)
+                    row["over_bus_floor"] = row["mean"]["wall"] / bus
+                    show(f"slots {slots} T={drafts + 1} cutoff {text}", row)
+                del graphs
+                torch.cuda.empty_cache()
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
