@@ -1,4 +1,4 @@
-"""Dense matrix product: y = x W^T + b, accumulated in fp32.
+"""Dense matrix products, accumulated in fp32: y = x W^T + b, and SwiGLU of two in one.
 
 On the GPU the bits of a row do not depend on how many rows stand beside it: `linear_triton.py`
 says how. On the CPU this is torch's own product. Rows may differ in the last bit with their number
@@ -42,6 +42,18 @@ def linear(
     return linear_reference(x, weight, bias, residual)
 
 
+def swiglu(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """x [T, K], weight [2 I, K], rows of gate, then of up -> silu(gate) * up [T, I] in x's dtype.
+
+    On the GPU both are fp32 until the result is rounded. CPU tensors take the torch reference.
+    """
+    if x.is_cuda:
+        from .linear_triton import linear_triton
+
+        return linear_triton(x, weight, gated=True)
+    return swiglu_reference(x, weight)
+
+
 def linear_reference(
     x: torch.Tensor,
     weight: Weight,
@@ -62,6 +74,12 @@ def linear_reference(
         return F.linear(x, weight, bias)
     bias = None if bias is None else bias.float()
     return F.linear(x.float(), weight.float(), bias).to(x.dtype)
+
+
+def swiglu_reference(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """The same by torch; here gate and up are rounded before."""
+    gate, up = linear_reference(x, weight).float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(x.dtype)
 
 
 def _is_native(dtype: torch.dtype, rows: int) -> bool:

@@ -1,4 +1,4 @@
-"""Triton kernels of the dense product: y = x W^T + b.
+"""Triton kernel of the dense products: y = x W^T + b, and SwiGLU of its halves.
 
 A matrix of 4096 rows is 64 tiles, too few to keep the memory of a large card busy. So K is cut
 into segments, by the shape of W alone, and
@@ -10,7 +10,12 @@ last of a tile to arrive, whichever it is, adds them in this order. For more row
 through its segments and adds them in the same order. Both therefore give the same bits, and so does
 any number of rows between 1 and the longest prefill. The counters belong to the weight (see
 `counters.py`): two launches over one weight must not run at the same time.
+
+With GATED a tile is half rows of gate, half the same rows of up, as in `expert_gemm_triton.py`, and
+whoever has the whole sum joins the halves.
 """
+
+import functools
 
 import torch
 import triton
@@ -24,8 +29,22 @@ from .linear import Weight
 from .tile_triton import TRITON_DTYPES, dot_tile, dot_tile_quantized, prefetch, scheme_constants
 
 SEGMENT_STEP = 256  # a multiple of every K step in `configs.py`, and of two groups
-WANTED_PROGRAMS = 256  # about two per multiprocessor of a large card; codes want twice as many
 MAX_SEGMENTS = 8
+WANTED_PROGRAMS = 256  # of float weights: about two for each multiprocessor of a large card
+# Of codes, fitted to an H200: multiprocessors, so many programs that one is busy, and what a program
+# costs beside its loop, in steps of 128 columns.
+PROCESSORS, BUSY, BESIDE = 132, 3.5, 2
+
+
+@triton.jit
+def _rows_of(tile, local, N: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows of W [N, K] at the places `local` of a tile, all valid."""
+    if GATED:
+        HALF: tl.constexpr = BLOCK_N // 2
+        row = tl.minimum(tile * HALF + local % HALF, N // 2 - 1)
+        return row + local // HALF * (N // 2)
+    row = tile * BLOCK_N + local
+    return row if N % BLOCK_N == 0 else tl.minimum(row, N - 1)
 
 
 @triton.jit
@@ -56,9 +75,9 @@ def _linear_kernel(
     w_ptr,  # [N, K]; the codes as int16 if BITS
     scales_ptr,  # int32, if BITS
     bias_ptr,  # [N], if BIAS
-    residual_ptr,  # [T, N], if RESIDUAL
-    out_ptr,  # [T, N]
-    parts_ptr,  # [SEGMENTS, T, N] fp32, if SPREAD
+    residual_ptr,  # as out, if RESIDUAL
+    out_ptr,  # [T, N], or [T, N / 2] if GATED
+    parts_ptr,  # [SEGMENTS, T, weight tiles * BLOCK_N] fp32, if SPREAD
     counters_ptr,  # [weight tiles] int32, zero before and after, if SPREAD
     num_tokens,
     N: tl.constexpr,
@@ -66,6 +85,7 @@ def _linear_kernel(
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
     SPREAD: tl.constexpr,
+    GATED: tl.constexpr,  # W is rows of gate, then as many of up
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BITS: tl.constexpr,  # of a code; 0: float weights
@@ -81,8 +101,7 @@ def _linear_kernel(
     row_tile, weight_tile, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = row_tile * BLOCK_T + tl.arange(0, BLOCK_T)
     mine = token < num_tokens
-    n = weight_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = n if N % BLOCK_N == 0 else tl.minimum(n, N - 1)
+    rows = _rows_of(weight_tile, tl.arange(0, BLOCK_N), N, GATED, BLOCK_N)
     token = token.to(tl.int64)
 
     begin = segment * SEGMENT
@@ -92,8 +111,9 @@ def _linear_kernel(
             at = rows.to(tl.int64)[:, None] * K + tl.minimum(begin + line, K - 1)[None, :]
         else:
             block = tl.minimum(begin // 64 + tl.arange(0, 8), (K - 1) // 64)
-            run = weight_tile * BLOCK_N + tl.arange(0, BLOCK_N * BITS // 16) * (16 // BITS)
-            at = (block[:, None] * N + tl.minimum(run, N - 1)[None, :]) * (4 * BITS)
+            line = tl.arange(0, BLOCK_N * BITS // 16) * (16 // BITS)  # a row is 8 * BITS bytes
+            at = block[:, None] * N + _rows_of(weight_tile, line, N, GATED, BLOCK_N)[None, :]
+            at *= 4 * BITS
         prefetch((w_ptr + at).to(tl.int64))
         tl.extra.cuda.gdc_wait()
     y = _segment(
@@ -103,19 +123,20 @@ def _linear_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if SPREAD:
-        part_at = parts_ptr + token[None, :] * N + n[:, None]
-        inside = mine[None, :] & (n < N)[:, None]
-        stride = num_tokens.to(tl.int64) * N
-        tl.store(part_at + segment * stride, y, mask=inside)
+        width = tl.num_programs(1) * BLOCK_N
+        part_at = weight_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        part_at = parts_ptr + token[None, :] * width + part_at[:, None]
+        stride = num_tokens.to(tl.int64) * width
+        tl.store(part_at + segment * stride, y, mask=mine[None, :])
         tl.debug_barrier()  # the whole program has stored before it is counted
         arrived = tl.atomic_add(counters_ptr + weight_tile, 1, sem="acq_rel")
         if arrived < SEGMENTS - 1:
             return
         tl.store(counters_ptr + weight_tile, 0)
-        y = tl.load(part_at, mask=inside, other=0.0, cache_modifier=".cg")
+        y = tl.load(part_at, mask=mine[None, :], other=0.0, cache_modifier=".cg")
         for later in tl.static_range(1, SEGMENTS):
             at = part_at + later * stride
-            y += tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+            y += tl.load(at, mask=mine[None, :], other=0.0, cache_modifier=".cg")
     elif SEGMENTS > 1:
         for later in range(1, SEGMENTS):
             begin = later * SEGMENT
@@ -125,8 +146,14 @@ def _linear_kernel(
             )  # fmt: skip
     if BIAS:
         y += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
-    at = token[None, :] * N + n[:, None]
-    inside = mine[None, :] & (n < N)[:, None]
+    WIDE: tl.constexpr = N // 2 if GATED else N
+    TILE: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, TILE, BLOCK_T)), (1, 2, 0)))
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    n = weight_tile * TILE + tl.arange(0, TILE)
+    at = token[None, :] * WIDE + n[:, None]
+    inside = mine[None, :] & (n < WIDE)[:, None]
     y = y.to(out_ptr.dtype.element_ty)
     if RESIDUAL:
         beside = tl.load(residual_ptr + at, mask=inside, other=0.0)
@@ -134,12 +161,26 @@ def _linear_kernel(
     tl.store(out_ptr + at, y, mask=inside)
 
 
+@functools.cache
 def segment_of(n: int, k: int, block_n: int, coded: bool = False) -> tuple[int, int]:
-    """Length and number of the K segments of an [n, k] matrix; never depends on the rows of x."""
-    programs = WANTED_PROGRAMS * (1 + coded)
-    wanted = max(1, min(MAX_SEGMENTS, programs // triton.cdiv(n, block_n)))
-    length = triton.cdiv(triton.cdiv(k, wanted), SEGMENT_STEP) * SEGMENT_STEP
-    return length, triton.cdiv(k, length)
+    """Length and number of the K segments of an [n, k] matrix; never depends on the rows of x.
+
+    Codes are limited by what a multiprocessor computes, so they are cut for the least that the
+    busiest has to do; floats by memory, for which enough programs will do.
+    """
+    tiles = triton.cdiv(n, block_n)
+
+    def length(segments: int) -> int:
+        return triton.cdiv(triton.cdiv(k, segments), SEGMENT_STEP) * SEGMENT_STEP
+
+    def cost(segments: int) -> float:
+        programs = triton.cdiv(tiles * triton.cdiv(k, length(segments)), PROCESSORS)
+        return max(programs, BUSY) * (length(segments) / 128) + BESIDE * programs
+
+    segments = max(1, min(MAX_SEGMENTS, WANTED_PROGRAMS // tiles))
+    if coded:
+        segments = min(range(1, MAX_SEGMENTS + 1), key=cost)
+    return length(segments), triton.cdiv(k, length(segments))
 
 
 def linear_triton(
@@ -147,11 +188,12 @@ def linear_triton(
     weight: Weight,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    gated: bool = False,
 ) -> torch.Tensor:
-    """Launch the product; arguments as `linear`."""
+    """Launch the product; arguments as `linear`, or if `gated` as `swiglu`."""
     x = x.contiguous()
     tokens, (n, k) = len(x), weight.shape
-    out = x.new_empty(tokens, n)
+    out = x.new_empty(tokens, n // 2 if gated else n)
     if tokens == 0:
         return out
     assert residual is None or (residual.is_contiguous() and residual.shape == out.shape)
@@ -168,16 +210,17 @@ def linear_triton(
     few = tile(capability, x.dtype, "dense", FEW, scheme).n
     segment, segments = segment_of(n, k, few, scheme is not None)
     spread = tokens <= SOME and segments > 1
+    weight_tiles = triton.cdiv(out.shape[1], config.n // 2 if gated else config.n)
     parts = counters = out
     if spread:
-        parts = x.new_empty(segments, tokens, n, dtype=torch.float32)
-        counters = counters_of(owner, triton.cdiv(n, config.n))
-    grid = (triton.cdiv(tokens, config.t), triton.cdiv(n, config.n), segments if spread else 1)
+        parts = x.new_empty(segments, tokens, weight_tiles * config.n, dtype=torch.float32)
+        counters = counters_of(owner, weight_tiles)
+    grid = (triton.cdiv(tokens, config.t), weight_tiles, segments if spread else 1)
     _linear_kernel[grid](
         x, matrix, scales, x if bias is None else bias, x if residual is None else residual,
         out, parts, counters, tokens,
-        N=n, K=k, SEGMENT=segment, SEGMENTS=segments, SPREAD=spread, BIAS=bias is not None,
-        RESIDUAL=residual is not None,
+        N=n, K=k, SEGMENT=segment, SEGMENTS=segments, SPREAD=spread, GATED=gated,
+        BIAS=bias is not None, RESIDUAL=residual is not None,
         DTYPE=TRITON_DTYPES[x.dtype], **scheme_constants(x.dtype, scheme),
         BLOCK_N=config.n, BLOCK_K=config.k, BLOCK_T=config.t,
         enable_fp_fusion=True, **config.options(), **overlap_options(capability),

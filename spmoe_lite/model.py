@@ -29,7 +29,7 @@ from spmoe_lite.config import ExpertLayout, ModelConfig, Rope
 from spmoe_lite.kernels.attention import attention
 from spmoe_lite.kernels.expert_gemm import combine, expert_down, expert_up, new_partial
 from spmoe_lite.kernels.gate import norm_gate_topk
-from spmoe_lite.kernels.linear import Weight, linear
+from spmoe_lite.kernels.linear import Weight, linear, swiglu
 from spmoe_lite.kernels.norm import rms_norm
 from spmoe_lite.kernels.rope import rope_and_store
 from spmoe_lite.kvcache import KVCache
@@ -169,8 +169,7 @@ class Transformer:
 
 
 def _mlp(block: Block, m: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    gate, up = linear(m, block.gate_up).chunk(2, dim=-1)
-    return linear(F.silu(gate) * up, block.down, residual=x)
+    return linear(swiglu(m, block.gate_up), block.down, residual=x)
 
 
 def _block(tensors: dict[str, Any], layer: int) -> Block:
