@@ -122,20 +122,21 @@ _HOPPER_CODES: _Table = {
         Tile(128, 128, 128, 8, 3),
     ),
 }
-_AMPERE_CODES: _Table = dict.fromkeys(
-    ("up", "down"),
-    (
+_AMPERE_CODES: _Table = {
+    "up": (
         Tile(64, 128, 16, 4, 4),
         Tile(64, 128, 32, 4, 4),
         Tile(64, 128, 64, 4, 2),
         Tile(128, 128, 128, 8, 2),
     ),
-)
-_AMPERE_CODES["dense"] = (
-    *_AMPERE_CODES["up"][:2],
-    Tile(128, 128, 64, 8, 2),
-    Tile(64, 128, 128, 8, 2),
-)
+    "down": (  # the walk through segments needs room for two sums
+        Tile(64, 128, 16, 4, 4),
+        Tile(64, 128, 32, 4, 4),
+        Tile(128, 128, 64, 8, 2),
+        Tile(64, 128, 128, 8, 2),
+    ),
+}
+_AMPERE_CODES["dense"] = _AMPERE_CODES["down"]
 
 
 # Filled when an engine is loaded (`spmoe_lite/tune.py`), by what `shipped` is asked for.

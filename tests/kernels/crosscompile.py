@@ -2,11 +2,16 @@
 
 Each job runs a real launcher on CPU tensors whose kernels are replaced by recorders, under a
 stubbed compute capability; what was recorded is compiled by Triton for that capability and
-described, one line of JSON per kernel: loads, matrix instructions, shared memory, stack. A script
-of its own, because Triton decides between interpreter and compiler when it is imported.
+described, one line of JSON per kernel: loads, matrix instructions, shared memory, stack, whether
+ptxas made each wgmma wait for the one before. A script of its own, because Triton decides between
+interpreter and compiler when it is imported.
 """
 
+import contextlib
+import io
+import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +24,8 @@ sys.path.insert(0, str(ROOT))
 import spmoe_lite  # noqa: E402, F401
 
 sys.path.remove(str(ROOT))
+
+os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
 
 import torch  # noqa: E402
 import triton  # noqa: E402
@@ -33,10 +40,13 @@ from spmoe_lite.kernels import (  # noqa: E402
     linear_triton,
     rope_triton,
 )
+from spmoe_lite.kernels.configs import SOME  # noqa: E402
 from spmoe_lite.quant import view_matrix  # noqa: E402
 
 HIDDEN, INNER, CHOICES, EXPERTS = 4096, 14336, 2, 8
-EXPERT_JOBS = [("up", 1), ("up", 32), ("up", 256), ("up", 512), ("down", 1), ("down", 512)]
+EXPERT_JOBS = [("up", 1), ("up", 32), ("up", 256), ("up", 512)]
+EXPERT_JOBS += [("down", 1), ("down", 256), ("down", 512)]
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl")
 SCHEMES = ("int4-g64z", "int4-g32z", "int4-g128z", "int8-g64")  # the first for every card
 POINTERS = {
     torch.float32: "*fp32",
@@ -56,10 +66,10 @@ class Recorder:
         self.kernel, self.launches = kernel, launches
 
     def __getitem__(self, grid):
-        def launch(*args, num_warps, enable_fp_fusion, num_stages=3, launch_pdl=False, **kwargs):
+        def launch(*args, **kwargs):
+            options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+            assert {"num_warps", "enable_fp_fusion"} <= options.keys()
             bound = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
-            options = {"num_warps": num_warps, "num_stages": num_stages}
-            options |= {"enable_fp_fusion": enable_fp_fusion, "launch_pdl": launch_pdl}
             self.launches.append((self.kernel, bound, options))
 
         return launch
@@ -103,11 +113,12 @@ def describe(kernel, bound: dict, options: dict, capability: tuple[int, int]) ->
             aligned[index,] = [["tt.divisibility", 16]]  # as torch allocates
         else:
             signature[param.name] = "fp32" if isinstance(value, float) else "i32"
-    binary = triton.compile(
-        ASTSource(kernel, signature, constants, aligned),
-        target=GPUTarget("cuda", capability[0] * 10 + capability[1], 32),
-        options=options,
-    )
+    with contextlib.redirect_stdout(io.StringIO()) as log:
+        binary = triton.compile(
+            ASTSource(kernel, signature, constants, aligned),
+            target=GPUTarget("cuda", capability[0] * 10 + capability[1], 32),
+            options=options,
+        )
     ptx = binary.asm["ptx"]
     loads = re.findall(r"ld\.global[.\w:]*?\.((?:v\d\.)?[bf]\d+)\b", ptx)
     async_bytes = re.findall(r"cp\.async\.\w+\.shared\.global[^;]*?\], *(0x\w+|\d+)", ptx)
@@ -122,6 +133,7 @@ def describe(kernel, bound: dict, options: dict, capability: tuple[int, int]) ->
         "matrix": sorted(set(matrix)),
         "shared": binary.metadata.shared,
         "stack": stack_bytes(binary.asm["cubin"]),
+        "serialized": "serialized" in log.getvalue(),
     }
 
 
@@ -134,18 +146,21 @@ def expert_call(kind: str, tokens: int, dtype: torch.dtype, name: str):
     if kind == "up":
         x = torch.empty(tokens, HIDDEN, dtype=dtype)
         return lambda: expert_gemm_triton.expert_up_triton(x, experts, use, layout, h)
+    segments = expert_gemm_triton.down_segments(layout)[1]
     out = torch.empty(tokens, CHOICES, HIDDEN, dtype=dtype)
+    if segments > 1 and tokens <= SOME:
+        out = out.new_empty(segments, *out.shape, dtype=torch.float32)
     return lambda: expert_gemm_triton.expert_down_triton(h, experts, use, layout, out)
 
 
-def linear_call(tokens: int, dtype: torch.dtype, name: str):
+def linear_call(tokens: int, dtype: torch.dtype, name: str, gated: bool):
     x, scheme = torch.empty(tokens, 4096, dtype=dtype), scheme_of(name)
     run = torch.empty(matrix_bytes(name, 4096, 4096), dtype=torch.uint8)
     if scheme is None:
         weight = run.view(dtype).view(4096, 4096)
     else:
         weight = view_matrix(run, scheme, 4096, 4096)
-    return lambda: linear_triton.linear_triton(x, weight)
+    return lambda: linear_triton.linear_triton(x, weight, gated=gated)
 
 
 def gate_call(experts: int, hidden: int, choices: int, dtype: torch.dtype):
@@ -177,8 +192,8 @@ def jobs(capability: tuple[int, int]):
     for sizes in [(128, 2048, 8)] if brief else [(8, 4096, 2), (128, 2048, 8)]:
         yield gate_triton, gate_call(*sizes, dtype)
     for tokens in () if brief else (1, 512):
-        for weight in (name, *SCHEMES[:1]):
-            yield linear_triton, linear_call(tokens, dtype, weight)
+        for weight, gated in itertools.product((name, SCHEMES[0]), (False, True)):
+            yield linear_triton, linear_call(tokens, dtype, weight, gated)
     rows = [(2048, 128, False), (2048, 192, True)]
     if not brief:
         rows += [(1, 128, False), (1, 128, True), (2048, 192, False), (2048, 128, True)]

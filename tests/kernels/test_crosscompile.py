@@ -79,6 +79,11 @@ def test_shared_memory_fits_and_registers_do_not_spill(compiled):
         assert entry["stack"] <= PARKED, entry
 
 
+def test_no_wgmma_waits_for_the_one_before(compiled):
+    """ptxas makes them wait, with a note only (C7515), where it sees a way around the loop."""
+    assert not [entry for entry in compiled if entry["serialized"]]
+
+
 def test_one_kind_of_matrix_instruction_per_card(compiled):
     """A row would change its bits with the number of rows if tiles took different instructions."""
     kinds = {"7.5": [], "9.0": ["wgmma.mma_async"]}
