@@ -276,6 +276,12 @@ engine_options = options(
         help="Of keys and values in the KV caches; auto: the float of the model.",
     ),
     click.option(
+        "--pin",
+        default="auto",
+        metavar="SIZE|all|none",
+        help="RAM to page-lock for the GPU to read experts in; auto: 75 % of what is free.",
+    ),
+    click.option(
         "--device", default="auto", metavar="DEVICE", help="Where to run: auto, cpu, cuda, cuda:N."
     ),
     click.option("--threads", "-t", type=click.IntRange(1, 1024), metavar="N", help="CPU threads."),
@@ -930,6 +936,7 @@ def _load(target: Path, draft: Path | None, given: dict[str, Any]) -> Engine:
         "slots": given["slots"],
         "ctx_size": given["ctx_size"],
         "kv_type": given["kv_type"],
+        "pin": given["pin"],
         "prefetch": not given["no_prefetch"],
         "cutoff": given["cutoff"],
         "policy": given["policy"],

@@ -25,7 +25,7 @@ from spmoe_lite.device import current
 from spmoe_lite.drafting import DraftLength
 from spmoe_lite.graphs import StepGraphs
 from spmoe_lite.model import OnAttention, Transformer
-from spmoe_lite.prefetch import Prefetcher
+from spmoe_lite.prefetch import Prefetcher, Usefulness
 from spmoe_lite.progress import OnProgress, Progress, check
 from spmoe_lite.sampling import Sampler, check_finite
 from spmoe_lite.session import Session
@@ -82,6 +82,7 @@ class Decoder:
         self._critical_experts = critical_experts
         self._trace = trace
         self.graphs = graphs
+        self.usefulness = Usefulness(counters) if prefetcher is None else prefetcher.usefulness
         self._draft_full = False  # said once
         self._read_from = 0  # tokens of the prompt that were in the cache
 
@@ -150,7 +151,7 @@ class Decoder:
             while kv.length < known - 2:  # the prompt, or what plain steps have written
                 check(cancel)
                 self.draft.forward(tokens[kv.length : known - 2][:PREFILL_CHUNK], kv)
-            if graphs.layers_ahead:
+            if graphs.layers_ahead and self.usefulness.judge():
                 cutoff = self.last_cutoff = min(graphs.layers_ahead, self._cutoff_layer(count))
         try:
             graphs.enter(self.store)

@@ -379,7 +379,8 @@ class Engine:
             "policy": None if decoder.store is None else decoder.store.table.policy,
             "cutoff_layer": decoder.last_cutoff,
             "drafting_paused": decoder.draft is not None and decoder.length.paused,
-            "prefetch_paused": self._prefetcher is not None and self._prefetcher.paused,
+            "prefetch_paused": decoder.usefulness.paused,
+            "steps": "driven by the host" if decoder.graphs is None else "captured",
             "notices": list(self.notices),
         }
 

@@ -129,6 +129,7 @@ class StepGraphs:
         self._sources: dict[tuple[Transformer, int], RoutedExperts | ResidentExperts] = {}
         device = target.device
         self._host_params = host_buffer((IDS + 3 + most,), torch.int32)
+        self._values = self._host_params.numpy()
         self._params = torch.zeros_like(self._host_params, device=device)
         self._newest = torch.zeros(1, dtype=torch.int32, device=device)
         if tables is not None:  # reset with the parameters of each step
@@ -167,9 +168,8 @@ class StepGraphs:
         pick chooses a draft token from logits [V] and the tokens before it; None: the best one.
         """
         known, rows = len(tokens), count + 1
-        newest = ([0] + tokens)[-2:]
-        values = [known - 2, known - 1, *self._kept, cutoff, 0, -1, *newest]
-        self._host_params[: len(values)] = torch.tensor(values, dtype=torch.int32)
+        newest = tokens[-2:] if known > 1 else [0, *tokens]
+        self._values[: IDS + 2] = known - 2, known - 1, *self._kept, cutoff, 0, -1, *newest
         self._kept = 0, 0
         begun, drafted, verified = self._events
         compute = torch.cuda.current_stream()
@@ -199,26 +199,22 @@ class StepGraphs:
         graph.replay()
         verified.record()
         verified.synchronize()
-        found = self._reports[rows].numpy().copy()
-        proposal, best, finite = (
-            part.tolist() for part in np.split(found[: 3 * rows - 1], [count, count + rows])
-        )
-        rest, (layers, _, choices) = found[3 * rows - 1 :], self._traces[rows].shape
-        trace, rest = np.split(rest, [layers * rows * choices])
-        missed = fetched = None
+        report = self._reports[rows].numpy().copy()
+        trace, missed, fetched = report[3 * rows - 1 :], None, None
         if self.tables is not None:
-            experts = self.tables.host.shape[1]
-            missed, rest = np.split(rest, [layers * experts])
-            missed = missed.reshape(layers, experts) != 0
+            end = self._traces[rows].numel()
+            trace, missed, rest = np.split(trace, [end, end + self.tables.missed.numel()])
+            missed = missed.reshape(self.tables.missed.shape) != 0
             wanted, state = rest.reshape(2, *self.tables.wanted.shape)
             at = np.argwhere(state == FILLED)
             fetched = np.stack((at[:, 1], wanted[tuple(at.T)]), axis=1)
+        tokens = report[: 3 * rows - 1].tolist()
         return Found(
-            tokens=best,
-            finite=all(finite),
+            tokens=tokens[count : count + rows],
+            finite=all(tokens[count + rows :]),
             logits=logits,
-            proposal=proposal,
-            trace=trace.reshape(layers, rows, choices),
+            proposal=tokens[:count],
+            trace=trace.reshape(self._traces[rows].shape),
             missed=missed,
             fetched=fetched,
             draft_ms=begun.elapsed_time(drafted),

@@ -20,6 +20,7 @@ import threading
 import torch
 
 from spmoe_lite.predictor import ExpertPredictor, Prediction
+from spmoe_lite.stats import Counters
 from spmoe_lite.store import ExpertStore
 
 log = logging.getLogger("spmoe_lite")
@@ -29,6 +30,42 @@ LEAST_USEFUL = 0.25  # of them must have been used, or prefetching pauses
 PAUSE_STEPS = 64
 
 _Item = tuple[float, int, int, Prediction | None]  # step, layer, row; without prediction: the end
+
+
+class Usefulness:
+    """Whether copying ahead pays, by how many of the last copies were used; looked at once a step."""
+
+    def __init__(self, counters: Counters):
+        self._counters = counters
+        self._judged = counters.copy()
+        self._left = 0  # steps of the pause
+
+    @property
+    def paused(self) -> bool:
+        """Whether measured usefulness has switched prefetching off for now."""
+        return self._left > 0
+
+    def judge(self) -> bool:
+        """Pause when too few of the last copies were used, look again after the pause; True to go on."""
+        if self._left:
+            self._left -= 1
+            if not self._left:
+                self._judged = self._counters.copy()
+            return not self._left
+        seen = self._counters.since(self._judged)
+        if seen.prefetches < JUDGED_COPIES:
+            return True
+        used = seen.prefetch_useful + seen.prefetch_late
+        if used < LEAST_USEFUL * seen.prefetches:
+            self._left = PAUSE_STEPS
+            log.info(
+                "prefetching pauses for %d steps: %d of the last %d prefetched experts were used",
+                PAUSE_STEPS,
+                used,
+                seen.prefetches,
+            )
+        self._judged = self._counters.copy()
+        return not self._left
 
 
 class Prefetcher:
@@ -42,24 +79,17 @@ class Prefetcher:
         self._row = -1
         self._cutoff = 0
         self._predictions: list[Prediction] = []
-        self._paused = 0
-        self._judged = store.counters.copy()
+        self.usefulness = Usefulness(store.counters)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="spmoe-prefetch", daemon=True)
         self._thread.start()
 
-    @property
-    def paused(self) -> bool:
-        """Whether measured usefulness has switched prefetching off for now."""
-        return self._paused > 0
-
     def start_step(self, cutoff: int) -> None:
         """Drafting begins; target layers below `cutoff` may be prefetched."""
         self._raise_error()
-        self._judge()
         self._step += 1
         self._row = -1
-        self._cutoff = 0 if self._paused else cutoff
+        self._cutoff = cutoff if self.usefulness.judge() else 0
         self._predictions.clear()
 
     def observe(self, layer: int, state: torch.Tensor) -> None:
@@ -138,24 +168,3 @@ class Prefetcher:
                 raise error
         finally:
             del error  # or it would keep this frame, and the frame the models, in a cycle
-
-    def _judge(self) -> None:
-        """Pause when too few of the last copies were used; look again after the pause."""
-        if self._paused:
-            self._paused -= 1
-            if not self._paused:
-                self._judged = self._store.counters.copy()
-            return
-        seen = self._store.counters.since(self._judged)
-        if seen.prefetches < JUDGED_COPIES:
-            return
-        used = seen.prefetch_useful + seen.prefetch_late
-        if used < LEAST_USEFUL * seen.prefetches:
-            self._paused = PAUSE_STEPS
-            log.info(
-                "prefetching pauses for %d steps: %d of the last %d prefetched experts were used",
-                PAUSE_STEPS,
-                used,
-                seen.prefetches,
-            )
-        self._judged = self._store.counters.copy()
