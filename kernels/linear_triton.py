@@ -98,6 +98,8 @@ def _linear_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
+    WIDE: tl.constexpr = N // 2 if GATED else N
+    TILE: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     row_tile, weight_tile, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = row_tile * BLOCK_T + tl.arange(0, BLOCK_T)
     mine = token < num_tokens
@@ -123,10 +125,10 @@ def _linear_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if SPREAD:
-        width = tl.num_programs(1) * BLOCK_N
-        part_at = weight_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        part_at = parts_ptr + token[None, :] * width + part_at[:, None]
-        stride = num_tokens.to(tl.int64) * width
+        PLACES: tl.constexpr = (WIDE + TILE - 1) // TILE * BLOCK_N
+        place = weight_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        part_at = parts_ptr + token[None, :] * PLACES + place[:, None]
+        stride = num_tokens.to(tl.int64) * PLACES
         tl.store(part_at + segment * stride, y, mask=mine[None, :])
         tl.debug_barrier()  # the whole program has stored before it is counted
         arrived = tl.atomic_add(counters_ptr + weight_tile, 1, sem="acq_rel")
@@ -146,8 +148,6 @@ def _linear_kernel(
             )  # fmt: skip
     if BIAS:
         y += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
-    WIDE: tl.constexpr = N // 2 if GATED else N
-    TILE: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(y, (2, TILE, BLOCK_T)), (1, 2, 0)))
         y = gate / (1.0 + tl.exp(-gate)) * up
