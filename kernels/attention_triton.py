@@ -342,6 +342,7 @@ def _merge_kernel(
     d, s = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_SPLITS)
     m_ptr = stats_ptr + row * num_splits
     l_ptr = m_ptr + num_rows.to(tl.int64) * num_splits
+    zero = tl.zeros((1,), tl.int64)
     m = tl.full((1,), float("-inf"), tl.float32)
     l = tl.zeros((BLOCK_D,), tl.float32)  # noqa: E741
     acc = tl.zeros((BLOCK_D,), tl.float32)
@@ -350,7 +351,7 @@ def _merge_kernel(
         split_l = tl.load(l_ptr + low + s, mask=low + s < count, other=0.0)
         parts = ()
         for i in tl.static_range(BLOCK_SPLITS):  # unrolled: all loads are under way at once
-            split = low + i + tl.zeros((1,), tl.int64)
+            split = low + i + zero
             part_at = parts_ptr + (split * num_rows + row) * D + d
             part = tl.load(part_at, mask=(split < count) & (d < D), other=0.0)
             parts = parts + (part,)  # type: ignore[assignment]

@@ -80,7 +80,10 @@ DEFAULT_DRAFT_TOKENS = 4
 CODES_RATE = 0.4  # of a GPU's memory rate, in products with quantised matrices (docs/log.md)
 MAX_DRAFT_TOKENS = 31  # a verify pass of at most 32 rows
 LAYERS_AHEAD = 8  # at most, that captured drafts predict for: more never arrives in time
-WARM_UP = ((1, 0), (17, 0), (33, 0), (128, 0), (1, 128))  # rows of a pass, tokens before it
+WARM_UP = (  # rows of a pass, tokens before it
+    *((rows, 0) for rows in (1, 17, 33, 128)),
+    *((1, start) for start in (128, 4096, 16384)),  # one for each way to add up the context's parts
+)
 
 
 class Engine:
@@ -641,8 +644,8 @@ class Engine:
     ) -> None:
         """Compile every kernel that answers need, so that none of them waits for a compiler.
 
-        Which kernels a pass takes depends on how many rows it has, in four classes, and on whether it
-        looks back over more than one part of the context. In prefill the tile of the experts
+        Which kernels a pass takes depends on how many rows it has, in four classes, and on over how
+        many parts of the context it looks back. In prefill the tile of the experts
         depends on how many rows an expert has; `_launch_tiles` makes each choice once.
         """
         passes = [

@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 CARDS = {"7.5": "fp16", "8.6": "bf16", "9.0": "bf16"}
 MODULES = ("attention", "expert_gemm", "gate", "linear", "norm", "rope")
-EXPERTS, CHOICES, CAPACITY, DRAFT_TOKENS = 8, 2, 2100, 8
+EXPERTS, CHOICES, CAPACITY, DRAFT_TOKENS = 8, 2, 16500, 8
 
 
 @pytest.fixture(scope="module", params=[*CARDS.items(), ("9.0", "bf16", "int8")], ids=str)
@@ -166,7 +166,24 @@ def main(card: str, dtype: str, kv_type: str = "") -> None:
             run(rows, 0, groups())
 
     def decoding() -> None:
-        for start in (1, 39, 127, 128, 129, 300, 699, 700, 1023, 1024, 1279, 1280, 1700):
+        for start in (
+            1,
+            39,
+            127,
+            128,
+            129,
+            300,
+            699,
+            700,
+            1023,
+            1024,
+            1279,
+            1280,
+            1700,
+            4096,
+            9000,
+            16400,
+        ):
             for drafted in range(DRAFT_TOKENS + 1):
                 run(drafted + 1, start, groups(), drafted + 1)
             state = torch.empty(1, hidden, dtype=torch_dtype).as_subclass(Elsewhere)
@@ -174,7 +191,7 @@ def main(card: str, dtype: str, kv_type: str = "") -> None:
 
     def long_prompts() -> None:
         for rows in (41, 63, 64, 65, 127, 128, 129, 255, 256, 257, 500, PREFILL_CHUNK):
-            for start in (0, 100, 512, 1500):
+            for start in (0, 100, 512, 1500, 15000):
                 run(rows, start, groups())
 
     chance = random.Random(0)
