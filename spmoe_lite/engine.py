@@ -54,6 +54,7 @@ from spmoe_lite.errors import (
 from spmoe_lite.generation import Generation, Run
 from spmoe_lite.graphs import StepGraphs
 from spmoe_lite.hostmap import HostMap, default_pin
+from spmoe_lite.kernels.attention import attention
 from spmoe_lite.kernels.expert_gemm import expert_down, expert_up
 from spmoe_lite.kernels.linear import linear
 from spmoe_lite.kernels.residency import Tables
@@ -80,10 +81,8 @@ DEFAULT_DRAFT_TOKENS = 4
 CODES_RATE = 0.4  # of a GPU's memory rate, in products with quantised matrices (docs/log.md)
 MAX_DRAFT_TOKENS = 31  # a verify pass of at most 32 rows
 LAYERS_AHEAD = 8  # at most, that captured drafts predict for: more never arrives in time
-WARM_UP = (  # rows of a pass, tokens before it
-    *((rows, 0) for rows in (1, 17, 33, 128)),
-    *((1, start) for start in (128, 4096, 16384)),  # one for each way to add up the context's parts
-)
+WARM_UP = ((1, 0), (17, 0), (33, 0), (128, 0), (1, 128))  # rows of a pass, tokens before it
+LONG = (4096, 16384)  # tokens before a pass, from where on the context's parts are added otherwise
 
 
 class Engine:
@@ -644,9 +643,10 @@ class Engine:
     ) -> None:
         """Compile every kernel that answers need, so that none of them waits for a compiler.
 
-        Which kernels a pass takes depends on how many rows it has, in four classes, and on over how
-        many parts of the context it looks back. In prefill the tile of the experts
-        depends on how many rows an expert has; `_launch_tiles` makes each choice once.
+        Which kernels a pass takes depends on how many rows it has, in four classes, and on whether it
+        looks back over more than one part of the context. In prefill the tile of the experts
+        depends on how many rows an expert has; `_launch_tiles` makes each choice once. So does
+        `_launch_merges` for long contexts, over whatever the cache holds.
         """
         passes = [
             (model, kv, rows, start)
@@ -664,6 +664,7 @@ class Engine:
                     model.forward([0] * rows, kv)
                     if start + rows == 1:
                         _launch_tiles(model)
+                        _launch_merges(model, kv)
                     if predictor is not None and done == 0:
                         predictor.predict(0, 0, model.norm.new_zeros(1, model.config.hidden_size))
                 synchronize(self.device)
@@ -694,6 +695,15 @@ class Engine:
             draft.forward([0], kv).sum().item()
             times.append((time.perf_counter() - started) * 1e3)
         return Profile(copy_ms, min(times), min(times) / len(target.blocks))
+
+
+def _launch_merges(model: Transformer, kv: KVCache) -> None:
+    """Each kernel that may add up the parts of a context longer than those of `WARM_UP`."""
+    c, caches = model.config, (kv.keys[0], kv.values[0])
+    q = model.norm.new_zeros(1, c.num_attention_heads, c.head_dim)
+    for start in LONG:
+        if start < kv.capacity:
+            attention(q, *caches, start, c.sliding_window, kv_scales=kv.scales[0])
 
 
 def _launch_tiles(model: Transformer) -> None:
