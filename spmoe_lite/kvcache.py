@@ -6,7 +6,8 @@ rollback: rejected rows are simply overwritten. A sliding window is applied by t
 the bytes held are constant whatever the window.
 
 In int8 a row is codes and one scale per token and head (`kernels/attention.py`). They are made once, when
-the row is stored, and of that row alone: it makes no difference in which pass it came.
+the row is stored, and of that row alone: it makes no difference in which pass it came. (On the CPU it may
+make one to the last bits of the row itself, and so to a code: texts may part there at a near-tie.)
 """
 
 from __future__ import annotations

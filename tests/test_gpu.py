@@ -96,6 +96,21 @@ def test_text_does_not_depend_on_drafting_slots_or_prefetching(packs, temperatur
         assert got.token_ids == expected.token_ids, options
 
 
+def test_neither_bits_nor_text_over_int8_caches_depend_on_rows_or_drafting(packs):
+    expected = logits(packs["target"], 1, kv_type="int8")
+    for chunk in (2, 5, 32):
+        assert torch.equal(logits(packs["target"], chunk, kv_type="int8"), expected), (
+            f"{chunk} rows"
+        )
+    plain = write(packs, draft=False, kv_type="int8")
+    for options in (
+        {"draft_tokens": 4, "slots": 9},
+        {"draft_tokens": 8, "slots": 6, "pin": "none"},
+    ):
+        got = write(packs, kv_type="int8", **options)
+        assert got.token_ids == plain.token_ids, options
+
+
 def test_kind_h_o22_slow_kernels_slow_copies_and_poisoned_slots(packs, monkeypatch):
     """400 tokens with the least slots, a spinning compute stream and copies that dawdle."""
     expected = write(packs, draft=False, length=400)

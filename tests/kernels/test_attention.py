@@ -211,6 +211,8 @@ def test_both_ways_and_any_chunk_give_the_bits_of_the_whole(window, coded, devic
     for first, last in ((0, 1), (5, 6), (11, 12), (4, 7), (0, 5), (5, 12)):
         got = attention_triton(q[first:last], k, v, 122 + first, window, kv_scales=scales)
         assert torch.equal(got, whole[first:last]), (first, last)
+    at = torch.tensor([122], dtype=torch.int32, device=device)
+    assert torch.equal(attention_triton(q, k, v, at, window, kv_scales=scales), whole)
     monkeypatch.setattr(module, "ENOUGH_PROGRAMS", 0)
     assert torch.equal(attention_triton(q, k, v, 122, window, kv_scales=scales), whole)
 
