@@ -107,16 +107,13 @@ def _linear_kernel(
     token = token.to(tl.int64)
 
     begin = segment * SEGMENT
-    if PDL:  # the weights are nobody's result: their first columns come while the others finish
-        if BITS == 0:
+    if PDL:
+        if (
+            BITS == 0
+        ):  # weights are nobody's result: their first columns come while the others finish
             line = tl.arange(0, 4) * (128 // w_ptr.dtype.element_ty.primitive_bitwidth * 8)
             at = rows.to(tl.int64)[:, None] * K + tl.minimum(begin + line, K - 1)[None, :]
-        else:
-            block = tl.minimum(begin // 64 + tl.arange(0, 8), (K - 1) // 64)
-            line = tl.arange(0, BLOCK_N * BITS // 16) * (16 // BITS)  # a row is 8 * BITS bytes
-            at = block[:, None] * N + _rows_of(weight_tile, line, N, GATED, BLOCK_N)[None, :]
-            at *= 4 * BITS
-        prefetch((w_ptr + at).to(tl.int64))
+            prefetch((w_ptr + at).to(tl.int64))
         tl.extra.cuda.gdc_wait()
     y = _segment(
         w_ptr, scales_ptr, x_ptr, rows, token, mine, begin, tl.minimum(begin + SEGMENT, K),

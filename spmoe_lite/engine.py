@@ -455,6 +455,11 @@ class Engine:
         critical = c.num_experts_per_tok if critical_experts is None else critical_experts
         if c.is_moe and not 1 <= critical <= c.num_local_experts:
             raise UsageError(f"critical_experts {critical}: 1 to {c.num_local_experts}")
+        if self.kv_type == "int8" and self.device.type == "cpu" and draft_packs:
+            self.notices.append(
+                "--kv-type int8 on the CPU: the last bit of a product depends on how many tokens are "
+                "checked at once, and int8 makes more of it: the text may depend on the draft"
+            )
         target, store = self._load_model(
             target_pack,
             self.plan.slots,
