@@ -557,19 +557,28 @@ class Engine:
             )
             stride = self.plan.slot_bytes
         draft, draft_kv = models[1] if len(models) > 1 else (None, None)
-        with current(self.device):
-            return StepGraphs(
-                target,
-                target_kv,
-                draft,
-                draft_kv,
-                resident=resident,
-                tables=tables,
-                stride=stride,
-                predictor=predictor,
-                most=most,
-                num_tokens=self.num_tokens,
-            )
+        try:
+            with current(self.device):
+                return StepGraphs(
+                    target,
+                    target_kv,
+                    draft,
+                    draft_kv,
+                    resident=resident,
+                    tables=tables,
+                    stride=stride,
+                    predictor=predictor,
+                    most=most,
+                    num_tokens=self.num_tokens,
+                )
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"{self.device} has no room left for captured steps: lower --vram or --ctx-size"
+            ) from error
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            self.notices.append(f"steps are driven by the host: they cannot be captured ({reason})")
+            return None
 
     def _load_model(
         self,

@@ -318,6 +318,7 @@ class StepGraphs:
         credit(self.tables, self._traces[rows], self._param(ROWS), self._param(POSITION))
 
     def _capture(self, run: Callable[[int], Any], rows: int) -> tuple[torch.cuda.CUDAGraph, Any]:
+        self._params.zero_()  # the first draft of a step, at the first position
         run(rows)  # compiles and loads what the capture must not wait for
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
