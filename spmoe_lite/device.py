@@ -123,6 +123,19 @@ def host_buffer(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return buffer
 
 
+def bus_rate(device: torch.device) -> float:
+    """Bytes per second from page-locked host memory to a GPU, in copies of 16 MiB."""
+    host = host_buffer((16 << 20,), torch.uint8)
+    there = torch.empty_like(host, device=device)
+    best = float("inf")
+    for _ in range(4):
+        started = time.perf_counter()
+        there.copy_(host, non_blocking=True)
+        torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return host.nbytes / best
+
+
 def memory_rate(device: torch.device) -> float:
     """Bytes per second the device reads in a single-row product, over 32 MiB."""
     matrix = torch.ones((2048, 4096), device=device)

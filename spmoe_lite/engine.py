@@ -35,6 +35,7 @@ from spmoe_lite.cutoff import Drift, Profile, load_profile
 from spmoe_lite.decoder import PREFILL_CHUNK, Decoder
 from spmoe_lite.device import (
     available_bytes,
+    bus_rate,
     check_experts,
     choose_device,
     current,
@@ -178,7 +179,7 @@ class Engine:
                     check_experts(place, pack.name, pack.expert_layout.dtype)
             engine._read_texts(template)
             engine.kv_type = kv_type
-            engine._make_plan(vram, slots, ctx_size, length.most)
+            engine._make_plan(vram, slots, ctx_size, length.most, pin)
             if on_plan is not None:
                 on_plan(engine.plan)
             if trace is not None:
@@ -401,7 +402,12 @@ class Engine:
         self.default_sampling = _default_sampling(target.path)
 
     def _make_plan(
-        self, vram: str | int | float, slots: int | None, ctx_size: int | None, draft_tokens: int
+        self,
+        vram: str | int | float,
+        slots: int | None,
+        ctx_size: int | None,
+        draft_tokens: int,
+        pin: str | int,
     ) -> None:
         target = self._packs[0]
         longest = target.config.max_position_embeddings
@@ -432,7 +438,7 @@ class Engine:
             slots=slots,
             context=self.ctx_size,
             rows=max(min(PREFILL_CHUNK, self.ctx_size), draft_tokens + 1),
-            read_rate=_read_rate(target),
+            read_rate=_read_rate(target, self.device, pin),
             product_rates=_product_rates(self.device, target.dtypes),
             kv_type=self.kv_type,
         )
@@ -795,10 +801,16 @@ def _product_rates(device: torch.device, dtypes: Dtypes) -> dict[str, float]:
     return rates
 
 
-def _read_rate(pack: Pack) -> float:
-    """Bytes per second from the pack to host memory, over a few experts."""
+def _read_rate(pack: Pack, device: torch.device, pin: str | int) -> float:
+    """Bytes per second of a missing expert: over the bus if all are page-locked, else to host memory."""
     if pack.expert_layout is None:
         return 1e9
+    if device.type == "cuda":
+        pinned = _pin(pin, pack)
+        if pinned == "all" or (
+            pinned != "none" and pinned >= pack.expert_count() * pack.expert_layout.stride
+        ):
+            return bus_rate(device)
     out = np.empty(pack.expert_layout.stride, dtype=np.uint8)
     out.fill(0)  # touch the pages: they are not what is measured
     count = min(4, pack.config.num_local_experts)

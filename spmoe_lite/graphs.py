@@ -118,7 +118,9 @@ class StepGraphs:
         resident: address [L, E] int64 of the experts of a model that are all in slots. tables: those of
         the target if they are not. num_tokens: ids from there on are never chosen.
         """
-        self.most = most if draft is not None else 0
+        if draft is None or most == 0:
+            most, draft, draft_kv, predictor = 0, None, None, None
+        self.most = most
         self.tables = tables
         self._target, self._target_kv = target, target_kv
         self._draft_model, self._draft_kv = draft, draft_kv

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from spmoe_lite.cutoff import Profile, save_profile
+from spmoe_lite.device import bus_rate
 from spmoe_lite.engine import Engine
 from spmoe_lite.errors import UsageError
 
@@ -33,7 +34,10 @@ def profile(engine: Engine) -> Profile:
         raise UsageError("profile needs a Mixture-of-Experts target and --draft")
     rows = min(decoder.length.most + 1, engine.ctx_size - 1)
     with torch.inference_mode():
-        copy = _median_ms(_copier(engine))
+        if decoder.graphs is not None:  # the device reads page-locked memory by itself
+            copy = engine.plan.slot_bytes / bus_rate(engine.device) * 1e3
+        else:
+            copy = _median_ms(_copier(engine))
         draft = _median_ms(_passer(engine, draft=True, rows=1))
         layers = len(decoder.target.blocks)
         verify = _median_ms(_passer(engine, draft=False, rows=rows)) / layers
