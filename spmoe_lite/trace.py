@@ -32,6 +32,8 @@ log = logging.getLogger("spmoe_lite")
 VERSION = 1
 MAX_HEADER_BYTES = 1 << 16
 MAX_EXPERTS = 1 << 20  # of all layers; more is a damaged header
+MAX_EXPERT_BYTES = 1 << 40  # the same
+MIN_LINK, MAX_LINK = 1e-6, 1e6  # GB/s
 KINDS = ("prefill", "decode")
 
 Prediction = tuple[int, int, list[int]]  # layer, row of the pass, experts best first
@@ -165,8 +167,14 @@ def _header(path: Path, line: bytes) -> Header:
                 raise ValueError(f"{name} is no text")
         if value["k"] > value["experts"] or value["layers"] * value["experts"] > MAX_EXPERTS:
             raise ValueError(f"{value['layers']} x {value['experts']} experts, k {value['k']}")
+        if value["slots"] > value["layers"] * value["experts"]:
+            raise ValueError(
+                f"{value['slots']} slots for {value['layers']} x {value['experts']} experts"
+            )
+        if value["expert_bytes"] > MAX_EXPERT_BYTES:
+            raise ValueError("expert_bytes is no size of an expert")
         link, draft = value.get("link"), value.get("draft")
-        if link is not None and not (type(link) in (int, float) and 0 < link < 1e6):
+        if link is not None and not (type(link) in (int, float) and MIN_LINK <= link <= MAX_LINK):
             raise ValueError("link is no rate")
         if draft is not None and not isinstance(draft, str):
             raise ValueError("draft is no text")
