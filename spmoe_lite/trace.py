@@ -17,8 +17,10 @@ in the file, only numbers of experts.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -85,6 +87,8 @@ class TraceWriter:
             self._file = open(path, "xb", buffering=0)
             self._write({"trace": VERSION, **asdict(header)})
         except FileExistsError:
+            if path.is_dir():
+                raise UsageError(f"--trace {path} is a folder: name a new file") from None
             raise UsageError(f"--trace {path} exists: delete it, or name another file") from None
         except (OSError, ValueError) as error:
             self.close()
@@ -124,8 +128,13 @@ class TraceWriter:
                 self._path.unlink(missing_ok=True)
 
     def _write(self, value: dict[str, Any]) -> None:
+        """One line. A filling disk takes a part of it, without an error: that part is cut off again."""
         assert self._file is not None
-        self._file.write(json.dumps(value, separators=(",", ":")).encode() + b"\n")
+        line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
+        written = self._file.write(line)
+        if written != len(line):
+            self._file.truncate(self._file.tell() - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def read_trace(path: Path) -> Trace:

@@ -1,5 +1,6 @@
 """Recordings of routing: what a run writes, what a killed run leaves, and files that are something else."""
 
+import io
 import json
 import logging
 
@@ -55,6 +56,11 @@ def test_no_file_is_overwritten(tmp_path):
     assert path.read_bytes() == before
 
 
+def test_a_folder_is_not_told_to_be_deleted(tmp_path):
+    with pytest.raises(UsageError, match="is a folder: name a new file"):
+        TraceWriter(tmp_path, HEADER)
+
+
 @pytest.mark.parametrize("place", ["nowhere/t", ".", "nul\0"])
 def test_places_where_no_file_can_be_are_one_line(tmp_path, place):
     with pytest.raises(SpmoeError) as error:
@@ -84,6 +90,26 @@ def test_a_full_disk_ends_the_recording_and_not_the_answer(tmp_path, caplog):
             writer.add("decode", LAYERS, 2, 2)
     assert len(caplog.messages) == 1 and "no further pass is recorded" in caplog.messages[0]
     assert len(read_trace(tmp_path / "t").passes) == 1
+
+
+def test_what_a_filling_disk_takes_of_a_line_is_cut_off_again(tmp_path, caplog):
+    path = record(tmp_path / "whole", passes=3)
+    room = len(path.read_bytes()) - 10
+
+    class Filling(io.FileIO):
+        def write(self, data):
+            return super().write(data[: room - self.tell()])
+
+    writer = TraceWriter(tmp_path / "t", HEADER)
+    writer._file.close()
+    writer._file = Filling(tmp_path / "t", "r+")
+    writer._file.seek(0, io.SEEK_END)
+    for _ in range(4):
+        writer.add("decode", LAYERS, 1, 1, [(1, 0, [3, 2])])
+    writer.close()
+    assert len(caplog.messages) == 1 and "no further pass is recorded" in caplog.messages[0]
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert (tmp_path / "t").read_bytes() == b"".join(lines[:3])
 
 
 def test_every_cut_of_a_file_gives_the_passes_before_it(tmp_path, caplog):
