@@ -8,6 +8,7 @@ Pure arithmetic on pack headers. A plan that cannot fit is refused with the smal
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -93,14 +94,20 @@ def parse_size(text: str | int | float, whole: int, flag: str = "--vram") -> int
         if not unit and number <= 1:
             size = number * whole
         elif not unit and number < 1000:
-            raise UsageError(
-                f"{flag} {text} is {number:g} bytes: add the unit, as in {number:g}GiB"
-            )
+            raise _without_unit(flag, number)
+    elif isinstance(text, bool) or not isinstance(text, numbers.Real):
+        raise UsageError(f"{flag} {text!r:.80}: give a size (20GiB), a fraction (0.9) or auto")
+    elif isinstance(text, float) and 1 < text < 1000:
+        raise _without_unit(flag, text)
     else:
         size = text * whole if isinstance(text, float) and text <= 1 else text
     if not 0 < size < math.inf:
         raise UsageError(f"{flag} {text}: a size above 0 is needed")
     return round(size)
+
+
+def _without_unit(flag: str, number: float) -> UsageError:
+    return UsageError(f"{flag} {number:g} is {number:g} bytes: add the unit, as in {number:g}GiB")
 
 
 def make_plan(

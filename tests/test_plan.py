@@ -36,9 +36,16 @@ def test_what_is_no_size_is_refused(text):
         parse_size(text, 1000)
 
 
-def test_a_forgotten_unit_is_asked_for():
+@pytest.mark.parametrize("value", [None, True, [1], b"1GB", 1j])
+def test_what_is_not_even_a_number_is_refused(value):
+    with pytest.raises(UsageError, match="--pin .*: give a size"):
+        parse_size(value, 1000, "--pin")
+
+
+@pytest.mark.parametrize("value", ["20", 20.0])
+def test_a_forgotten_unit_is_asked_for(value):
     with pytest.raises(UsageError, match="20 is 20 bytes: add the unit, as in 20GiB"):
-        parse_size("20", 24 * 2**30)
+        parse_size(value, 24 * 2**30)
 
 
 def model(layers, experts, width, longest=8192, dtypes=("fp16", "fp16", "fp16", "fp16")):
