@@ -30,6 +30,7 @@ from spmoe_lite.progress import size
 from spmoe_lite.terminal import note
 
 if TYPE_CHECKING:
+    from spmoe_lite.bench import Row
     from spmoe_lite.config import SamplingParams
     from spmoe_lite.converters import ConvertPlan, ConvertResult
     from spmoe_lite.engine import Engine
@@ -238,20 +239,7 @@ model_options = options(
         "--draft", "--draft-model", "-md", metavar="PACK", help="Pack that drafts and prefetches."
     ),
 )
-engine_options = options(
-    click.option(
-        "--draft-tokens",
-        "--num-draft-tokens",
-        type=DraftTokens(),
-        metavar="N|auto",
-        help="Tokens drafted per step; 4 if not given, 0 for none; auto: none while that is faster.",
-    ),
-    click.option(
-        "--slots",
-        type=click.IntRange(1),
-        metavar="N",
-        help="Experts kept on the device; else as many as --vram holds.",
-    ),
+machine_options = options(
     click.option(
         "--vram",
         default="auto",
@@ -285,6 +273,22 @@ engine_options = options(
         "--device", default="auto", metavar="DEVICE", help="Where to run: auto, cpu, cuda, cuda:N."
     ),
     click.option("--threads", "-t", type=click.IntRange(1, 1024), metavar="N", help="CPU threads."),
+)
+engine_options = options(
+    click.option(
+        "--draft-tokens",
+        "--num-draft-tokens",
+        type=DraftTokens(),
+        metavar="N|auto",
+        help="Tokens drafted per step; 4 if not given, 0 for none; auto: none while that is faster.",
+    ),
+    click.option(
+        "--slots",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Experts kept on the device; else as many as --vram holds.",
+    ),
+    machine_options,
     click.option("--no-prefetch", is_flag=True, help="Load experts only when they are needed."),
     click.option(
         "--cutoff",
@@ -702,6 +706,134 @@ def profile(
         rows = [[key.replace("_", " "), f"{v:.3f}"] for key, v in measured.to_dict().items()]
         click.echo(terminal.table(rows, right=[1]))
     note(f"kept in {engine.profile_path}")
+
+
+@cli.command(name="bench")
+@model_options
+@click.option(
+    "--policy",
+    type=Several(click.STRING),
+    multiple=True,
+    metavar="NAME,...",
+    help="Policies to measure; all if not given.",
+)
+@click.option(
+    "--slots",
+    type=Several(click.IntRange(1)),
+    metavar="N,N,...",
+    default="",
+    help="Numbers of experts kept on the device; as many as --vram holds if not given.",
+)
+@click.option(
+    "--draft-tokens",
+    type=Several(DraftTokens()),
+    metavar="N,N,...",
+    default="",
+    help="Tokens drafted per step; 0,4 if not given.",
+)
+@click.option(
+    "--prompts",
+    metavar="FILE",
+    help='One prompt a line, or JSON lines with "prompt"; - is stdin. Else six built-in ones.',
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(2),
+    default=64,
+    show_default=True,
+    metavar="N",
+    help="Longest answer.",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(2),
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="Rounds over all prompts; the first is not counted.",
+)
+@click.option(
+    "--json",
+    type=click.Path(path_type=Path),
+    allow_from_autoenv=False,  # elsewhere SPMOE_JSON is a switch
+    metavar="FILE",
+    help="Write every run, the machine and the command to FILE.",
+)
+@machine_options
+@debug_option
+def bench_packs(
+    pack: str | None,
+    model: str | None,
+    draft: str | None,
+    policy: tuple[list[str], ...],
+    prompts: str | None,
+    json: Path | None,
+    threads: int | None,
+    **given: Any,
+) -> int:
+    """Measure PACK, perhaps with a draft, on this machine.
+
+    Policies: on-demand, an LRU in each layer and nothing fetched ahead; global-lru, one LRU; ours, with
+    what the draft's states point at fetched ahead; all-resident, every expert in a slot, where they fit.
+    Each row is a fresh engine, its first round not counted; every answer is greedy. All rows must write
+    the text of the first one, on-demand without drafting: one that does not is an error.
+
+    TPOT is the time of a token after the first text, drafting included: median, least and most of all
+    answers. Hits are by unique expert and by access, as in `replay`. STALL is the share of that time in
+    which the target waited for experts.
+    """
+    from spmoe_lite.bench import PROMPTS, bench, machine, parse_prompts, summary
+
+    texts = parse_prompts(_read_prompt(None, prompts), prompts) if prompts else PROMPTS
+    if json is not None:
+        json.open("a").close()  # a file that cannot be written is refused now
+    _show_log()
+    target, draft_path = _choose(pack, model, draft, offer=False)
+    note(_pair(target, draft_path))
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    with terminal.interruptible() as cancel, terminal.ProgressDisplay() as progress:
+
+        def tell(row: Row) -> None:
+            progress.close()
+            note(f"{row.setting}: " + (f"{row.tpot_ms[0]:.1f} ms a token" if row.tpot_ms else "-"))
+
+        result = bench(
+            target,
+            draft_path,
+            policies=[name for names in policy for name in names],
+            prompts=texts,
+            cancel=cancel,
+            on_progress=progress,
+            on_row=tell,
+            **given,
+        )
+    if json is not None:
+        import shlex
+
+        how: dict[str, Any] = {
+            "command": f"{PROGRAM} {shlex.join(sys.argv[1:])}",
+            "machine": machine(),
+        }
+        how |= {"target": _name(target), "draft": _name(draft_path) if draft_path else None}
+        how |= {"prompts": list(texts), "max_tokens": given["max_tokens"]}
+        json.write_text(_json({**how, **result.to_dict()}) + "\n", encoding="ascii")
+    if result.rows:
+        click.echo(_bench_table(result.rows))
+        click.echo(summary(result.rows))
+    for name, reason in result.left_out.items():
+        note(f"without {name}: {reason}")
+    for notice in dict.fromkeys(notice for row in result.rows for notice in row.notices):
+        note(notice)
+    for row in result.rows:
+        if row.error:
+            click.echo(f"error: {row.setting}: {row.error}", err=True)
+    if result.interrupted:
+        note(f"interrupted after {len(result.rows)} rows")
+        return 130
+    return 1 if any(row.error for row in result.rows) else 0
 
 
 @cli.command()
@@ -1136,8 +1268,34 @@ def _contents(found: dict[str, Any]) -> list[list[str]]:
     return rows + [["files" if i == 0 else "", name] for i, name in enumerate(names)]
 
 
-def _echo_json(value: Any) -> None:
-    """ASCII only: the same bytes whatever stdout's encoding."""
+def _bench_table(rows: Sequence[Row]) -> str:
+    lines = [
+        ["POLICY", "SLOTS", "DRAFTS", "TPOT MS", "LEAST", "MOST", "TOK/S", "FIRST S", "ACCEPTED"]
+        + ["HITS", "BY ACCESS", "MB/TOKEN", "STALL", "USEFUL", "LATE", "WASTED"]
+    ]
+    for row in rows:
+        stats, c, found = row.stats, row.stats.counters, row.to_dict()
+        shares = [stats.acceptance, stats.hit_rate_unique, stats.hit_rate]
+        accepted, *hits = ["-" if share is None else f"{share:.1%}" for share in shares]
+        times = ["-" if time is None else f"{time:.1f}" for time in row.tpot_ms or [None] * 3]
+        rate, moved, stall = stats.tokens_per_second, found["mb_per_token"], found["stall_share"]
+        lines.append([row.setting.policy, str(row.setting.slots), str(row.setting.draft_tokens)])
+        lines[-1] += [*times, "-" if rate is None else f"{rate:.1f}"]
+        lines[-1] += [f"{stats.time_to_first_token:.2f}", accepted, *hits]
+        lines[-1] += [
+            "-" if moved is None else f"{moved:.1f}",
+            "-" if stall is None else f"{stall:.0%}",
+        ]
+        lines[-1] += [str(n) for n in (c.prefetch_useful, c.prefetch_late, c.prefetch_wasted)]
+    return terminal.table(lines, right=range(1, len(lines[0])))
+
+
+def _json(value: Any) -> str:
+    """ASCII only: the same bytes whatever the encoding."""
     import json
 
-    click.echo(json.dumps(value, indent=2, allow_nan=False))
+    return json.dumps(value, indent=2, allow_nan=False)
+
+
+def _echo_json(value: Any) -> None:
+    click.echo(_json(value))
