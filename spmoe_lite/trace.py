@@ -80,7 +80,10 @@ class TraceWriter:
 
     def __init__(self, path: Path, header: Header):
         """UsageError if there is something at `path`: no recording is overwritten."""
-        self._path = path
+        try:
+            self._path = path = Path(path)
+        except TypeError:  # `open` takes a number, too, and closes that descriptor in the end
+            raise UsageError(f"--trace {path!r:.80} is no path") from None
         self._file: BinaryIO | None = None
         self._passes = 0
         try:

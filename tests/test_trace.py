@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import os
 
 import pytest
 
@@ -54,6 +55,21 @@ def test_no_file_is_overwritten(tmp_path):
     with pytest.raises(UsageError, match="--trace .* exists: delete it, or name another"):
         TraceWriter(path, HEADER)
     assert path.read_bytes() == before
+
+
+def test_a_text_is_a_path(tmp_path):
+    TraceWriter(str(tmp_path / "t"), HEADER).close()
+    assert not (tmp_path / "t").exists()
+    with pytest.raises(UsageError, match="exists"):
+        TraceWriter(str(record(tmp_path / "t")), HEADER)
+
+
+@pytest.mark.parametrize("path", [1, True, None, b"t", ["t"]])
+def test_what_is_no_path_is_refused(path, capfd):
+    with pytest.raises(UsageError, match="--trace .* is no path"):
+        TraceWriter(path, HEADER)
+    os.write(1, b"stdout is open")
+    assert capfd.readouterr().out == "stdout is open"
 
 
 def test_a_folder_is_not_told_to_be_deleted(tmp_path):
