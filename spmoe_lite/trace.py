@@ -17,6 +17,7 @@ in the file, only numbers of experts.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -125,10 +126,14 @@ class TraceWriter:
     def close(self) -> None:
         """Close the file; one without a pass is deleted. Idempotent."""
         file, self._file = self._file, None
-        if file is not None:
-            file.close()
-            if self._passes == 0:
-                self._path.unlink(missing_ok=True)
+        if file is None:
+            return
+        empty = os.fstat(file.fileno()) if self._passes == 0 else None
+        file.close()
+        if empty is not None:
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(empty, self._path.stat()):  # else another one took the name
+                    self._path.unlink()
 
     def _write(self, value: dict[str, Any]) -> None:
         """One line. A filling disk takes a part of it, without an error: that part is cut off again."""

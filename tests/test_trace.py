@@ -89,6 +89,14 @@ def test_a_recording_of_nothing_leaves_no_file(tmp_path):
     assert not (tmp_path / "t").exists()
 
 
+def test_what_took_the_place_of_an_empty_recording_stays(tmp_path):
+    writer = TraceWriter(tmp_path / "t", HEADER)
+    (tmp_path / "t").unlink()
+    other = record(tmp_path / "t").read_bytes()
+    writer.close()
+    assert (tmp_path / "t").read_bytes() == other
+
+
 def test_a_full_disk_ends_the_recording_and_not_the_answer(tmp_path, caplog):
     class Full:
         def write(self, data):
