@@ -933,13 +933,13 @@ def replay_trace(
     from dataclasses import asdict
 
     from spmoe_lite.replay import compare
-    from spmoe_lite.trace import read_trace
+    from spmoe_lite.trace import MAX_LINK, MIN_LINK, read_trace
 
     _show_log()
     trace = read_trace(file)
     rate = (trace.header.link or DEFAULT_LINK) if link is None else link
-    if not 0 < rate < float("inf"):
-        raise UsageError(f"--link {rate:g}: a rate above 0, in GB/s")
+    if not MIN_LINK <= rate <= MAX_LINK:
+        raise UsageError(f"--link {rate:g}: a rate in GB/s, from {MIN_LINK:g} to {MAX_LINK:g}")
     with terminal.interruptible() as cancel, terminal.ProgressDisplay() as progress:
         result = compare(
             trace,

@@ -388,7 +388,9 @@ def test_the_command_gives_every_figure_as_json(file, capsys):
 
 
 @pytest.mark.parametrize(
-    "args, code", [(["--link", "0"], 2), (["--link", "nan"], 2), (["--slots", "x"], 2), ([], 3)]
+    "args, code",
+    [([f"--link={rate}", "--json"], 2) for rate in ("0", "-1", "nan", "inf", "5e-324")]
+    + [(["--slots", "x"], 2), ([], 3)],
 )
 def test_the_command_refuses_in_one_line(file, args, code, capsys):
     assert spmoe("replay", *([file, *args] if args else ["nowhere.jsonl"])) == code
