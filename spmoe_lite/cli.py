@@ -195,6 +195,19 @@ class DraftTokens(click.ParamType):
         return value if value == "auto" else click.IntRange(0).convert(value, param, ctx)
 
 
+class PinSize(click.ParamType):
+    """RAM to page-lock. Checked here too: where nothing is page-locked the engine does not look at it."""
+
+    name = "SIZE|all|none"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value not in ("auto", "all", "none"):
+            from spmoe_lite.plan import parse_size
+
+            parse_size(value, 1, "--pin")
+        return value
+
+
 class Several(click.ParamType):
     """Values of one type between commas."""
 
@@ -265,6 +278,7 @@ machine_options = options(
     ),
     click.option(
         "--pin",
+        type=PinSize(),
         default="auto",
         metavar="SIZE|all|none",
         help="RAM to page-lock for the GPU to read experts in; auto: 75 % of what is free.",
@@ -1099,7 +1113,8 @@ def _say_unused(engine: Engine, target: Path, draft: Path | None, given: dict[st
         (draft is None, "there is no --draft", ["draft_tokens"]),
         (draft is None or not moe, "nothing is prefetched", ["cutoff", "no_prefetch"]),
         (given["no_prefetch"], "--no-prefetch is given", ["cutoff"]),
-        (not moe, f"{_name(target)} has no experts", ["slots", "policy"]),
+        (not moe, f"{_name(target)} has no experts", ["slots", "policy", "pin"]),
+        (engine.plan.device == "cpu", "it runs on the CPU", ["pin"]),
         (temperature == 0, "the temperature is 0", ["top_k", "top_p", "min_p"]),
     ]
     ctx, said = click.get_current_context(), set()

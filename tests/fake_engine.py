@@ -76,6 +76,7 @@ class Plan(str):
     """What `str` of the real plan is, and what the command line asks of it."""
 
     expert_count = 256
+    device = "cuda:0"
 
 
 class Engine:

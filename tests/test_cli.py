@@ -348,7 +348,8 @@ def test_kind_e_o11_the_mark_that_some_editors_write_is_no_text(engine, typed, c
 @pytest.mark.parametrize(
     "args",
     [["--temp", "nan"], ["--top-p", "2"], ["--top-k", "-1"], ["--raw", "--template", "t"]]
-    + [["--raw", "--system", "x"], ["--threads", "99999999999"]],
+    + [["--raw", "--system", "x"], ["--threads", "99999999999"]]
+    + [["--pin", size] for size in ("-1", "0", "abc", "5XB", "1.5", "nan", "")],
 )
 def test_bad_values_are_refused_before_anything_is_loaded(engine, typed, capsys, args):
     assert spmoe("run", "mix", "-p", "hi", *args) == 2
@@ -356,17 +357,23 @@ def test_bad_values_are_refused_before_anything_is_loaded(engine, typed, capsys,
 
 
 def test_flags_that_change_nothing_are_said(engine, typed, monkeypatch, capsys):
-    flags = "--draft-tokens 3 --cutoff 2 --no-prefetch --slots 4 --policy layer-lru".split()
+    flags = (
+        "--draft-tokens 3 --cutoff 2 --no-prefetch --slots 4 --policy layer-lru --pin 1GB".split()
+    )
     assert spmoe("run", "mix", "-p", "hi", *flags, "--draft", "mis") == 0
     assert [line for line in seen(capsys)[1] if "no effect" in line] == [
         "no effect, as --no-prefetch is given: --cutoff"
     ]
+    with monkeypatch.context() as cpu:
+        cpu.setattr(fake_engine.Plan, "device", "cpu")
+        assert spmoe("run", "mix", "-p", "hi", "--pin", "all") == 0
+        assert "no effect, as it runs on the CPU: --pin" in seen(capsys)[1]
     monkeypatch.setattr(fake_engine.Plan, "expert_count", 0)
     assert spmoe("run", "mix", "-p", "hi", *flags) == 0
     assert [line for line in seen(capsys)[1] if "no effect" in line] == [
         "no effect, as there is no --draft: --draft-tokens",
         "no effect, as nothing is prefetched: --cutoff, --no-prefetch",
-        "no effect, as mix has no experts: --slots, --policy",
+        "no effect, as mix has no experts: --slots, --policy, --pin",
     ]
     assert spmoe("run", "mix", "-p", "hi", "--temp", "0", "--top-k", "5") == 0
     assert "no effect, as the temperature is 0: --top-k" in seen(capsys)[1]
