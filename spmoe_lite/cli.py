@@ -796,7 +796,8 @@ def bench_packs(
     answers. Hits are by unique expert and by access, as in `replay`. STALL is the share of that time in
     which the target waited for experts.
     """
-    from spmoe_lite.bench import PROMPTS, bench, machine, parse_prompts, summary
+    from spmoe_lite.bench import POLICIES, bench, machine, summary
+    from spmoe_lite.prompts import PROMPTS, parse_prompts
 
     texts = parse_prompts(_read_prompt(None, prompts), prompts) if prompts else PROMPTS
     if json is not None:
@@ -817,7 +818,7 @@ def bench_packs(
         result = bench(
             target,
             draft_path,
-            policies=[name for names in policy for name in names],
+            policies=[name for names in policy for name in names] or POLICIES,
             prompts=texts,
             cancel=cancel,
             on_progress=progress,
@@ -1040,17 +1041,29 @@ def _choose(
             f"no Mixture-of-Experts pack here has the vocabulary of {_name(draft_path)}; "
             f"type: {PROGRAM} convert {first}"
         )
+    none, small = "no Mixture-of-Experts pack yet", f"{PROGRAM} demo"
+    if _is_here("demo"):
+        none = "no Mixture-of-Experts pack but demo, which is only taken by name"
+        small = f"{PROGRAM} chat demo --draft demo-draft"
     if not offer:
         raise NotFoundError(
-            f"no Mixture-of-Experts pack yet; type: {PROGRAM} convert {first}; "
+            f"{none}; type: {PROGRAM} convert {first}; "
             f"{PROGRAM} convert {second}; {PROGRAM} chat {first} --draft {second} "
-            f"(or {PROGRAM} demo for a small one)"
+            f"(or {small} for a small one)"
         )
-    note(f"no Mixture-of-Experts pack yet; `{PROGRAM} demo` makes a small one. The reference pair:")
+    note(f"{none}; `{small}` for a small one. The reference pair:")
     target = _offer(first)
     if target is None:
-        raise NotFoundError(f"no model to talk to; type: {PROGRAM} demo")
+        raise NotFoundError(f"no model to talk to; type: {small}")
     return target, _offer(second)
+
+
+def _is_here(name: str) -> bool:
+    try:
+        _find(name)
+    except NotFoundError:
+        return False
+    return True
 
 
 def _offer(name: str) -> Path | None:

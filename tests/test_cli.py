@@ -559,8 +559,19 @@ def test_chat_names_the_pack_it_took(engine, typed, monkeypatch, capsys):
     assert seen(capsys)[1][0] == "recent, drafted by mis"
 
 
+def test_the_pack_of_the_demo_is_only_taken_by_name_and_this_is_said(
+    engine, typed, monkeypatch, capsys
+):
+    monkeypatch.setattr(library, "default_target", no_packs)
+    assert spmoe("run", "-p", "hi") == 3
+    (line,) = seen(capsys)[1]
+    assert "but demo, which is only taken by name" in line
+    assert "spmoe-lite chat demo --draft demo-draft" in line
+
+
 def test_without_any_pack_a_pipe_gets_the_commands_to_type(engine, typed, monkeypatch, capsys):
     monkeypatch.setattr(library, "default_target", no_packs)
+    monkeypatch.setattr(cli, "_is_here", lambda name: False)
     assert spmoe("chat") == 3
     _, err = seen(capsys)
     assert len(err) == 1
