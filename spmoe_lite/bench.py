@@ -16,14 +16,14 @@ and its reading of the prompt included. The prompt's own pass is in the time to 
 
 from __future__ import annotations
 
-import json
 import os
 import platform
+import re
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +35,10 @@ from spmoe_lite.engine import DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS, Engine
 from spmoe_lite.errors import Cancelled, CapacityError, UsageError
 from spmoe_lite.plan import MIN_SLOTS, Plan
 from spmoe_lite.progress import OnProgress, Progress, check
+from spmoe_lite.prompts import PROMPTS
 from spmoe_lite.stats import Counters, RunStats
 
 BASE, GLOBAL, OURS, ALL = POLICIES = ("on-demand", "global-lru", "ours", "all-resident")
-PROMPTS = (  # prose, code, conversation
-    "Write the opening of a story about a lighthouse keeper who finds a letter in a bottle.",
-    "Explain in two paragraphs why the sea is salty and most lakes are not.",
-    "Write a Python function that merges two sorted lists into one sorted list.",
-    "Write a SQL query that finds the three customers who spent the most in each month.",
-    "Hi! My train is two hours late and I am stuck at the station. What could I do?",
-    "I would like to cook something warm tonight, with potatoes and leeks. Any ideas?",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +68,15 @@ class Run:
         rate = self.stats.tokens_per_second
         return 1e3 / rate if rate else None
 
+    def to_dict(self) -> dict[str, Any]:
+        found = {"prompt": self.prompt, "repeat": self.repeat, "tpot_ms": self.tpot_ms}
+        return found | _figures(self.stats)
+
+
+def _figures(stats: RunStats) -> dict[str, Any]:
+    """All but the length of the answer, whose first text does not count."""
+    return {name: value for name, value in stats.to_dict().items() if name != "completion_tokens"}
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -91,27 +93,13 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Every figure under its name, for JSON."""
-        c, tokens = self.stats.counters, self.stats.completion_tokens - 1
-        median, least, most = self.tpot_ms or (None, None, None)
-        return {
-            "policy": self.setting.policy,
-            "slots": self.setting.slots,
-            "draft_tokens": self.setting.draft_tokens,
-            "tpot_ms": median,
-            "tpot_ms_min": least,
-            "tpot_ms_max": most,
-            "mb_per_token": c.bytes_moved / 1e6 / tokens if tokens else None,
-            "stall_share": c.stall_seconds / self.stats.seconds if self.stats.seconds else None,
-            **self.stats.to_dict(),
-            "error": self.error,
-            "steps": self.steps,
-            "notices": self.notices,
-            "runs": [
-                {"prompt": run.prompt, "repeat": run.repeat, "tpot_ms": run.tpot_ms}
-                | run.stats.to_dict()
-                for run in self.runs
-            ],
-        }
+        c, seconds = self.stats.counters, self.stats.seconds
+        names = ("tpot_ms", "tpot_ms_min", "tpot_ms_max")
+        found = asdict(self.setting) | dict(zip(names, self.tpot_ms or [None] * 3, strict=True))
+        found["mb_per_token"] = c.bytes_moved / 1e6 / c.tokens if c.tokens else None
+        found["stall_share"] = c.stall_seconds / seconds if seconds else None
+        found |= _figures(self.stats) | {"error": self.error, "steps": self.steps}
+        return found | {"notices": self.notices, "runs": [run.to_dict() for run in self.runs]}
 
 
 @dataclass(slots=True)
@@ -125,30 +113,26 @@ class Bench:
     interrupted: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in ("device", "experts", "left_out")}
-        values |= {"interrupted": self.interrupted, "summary": summary(self.rows)}
-        return values | {"rows": [row.to_dict() for row in self.rows]}
+        found = {"device": self.device, "experts": self.experts, "left_out": self.left_out}
+        found |= {"interrupted": self.interrupted, "summary": summary(self.rows)}
+        return found | {"rows": [row.to_dict() for row in self.rows]}
 
 
 def make_row(setting: Setting, runs: Sequence[Run], first: Sequence[Run], **known: Any) -> Row:
     """`first`: the runs of the first row, whose tokens are what every run must have written."""
-    expected = {run.prompt: run.token_ids for run in first}
-    wrong = next((run for run in runs if run.token_ids != expected[run.prompt]), None)
+    texts = {run.prompt: run.token_ids for run in first}
+    wrong = [run.prompt + 1 for run in runs if run.token_ids != texts[run.prompt]]
     counted = [run for run in runs if run.repeat]
     times = [run.tpot_ms for run in counted if run.tpot_ms is not None]
     growth = [run.stats.counters for run in counted]
+    c = Counters(*(sum(getattr(one, f.name) for one in growth) for f in fields(Counters)))
+    seconds = sum(run.stats.seconds for run in counted)
+    first_text = statistics.median(run.stats.time_to_first_token for run in counted)
     return Row(
         setting=setting,
         tpot_ms=(statistics.median(times), min(times), max(times)) if times else None,
-        stats=RunStats(
-            sum(run.stats.completion_tokens - 1 for run in counted) + 1,
-            sum(run.stats.seconds for run in counted),
-            statistics.median(run.stats.time_to_first_token for run in counted),
-            Counters(*(sum(getattr(c, f.name) for c in growth) for f in fields(Counters))),
-        ),
-        error=None
-        if wrong is None
-        else f"another text than the first row's, prompt {wrong.prompt + 1}",
+        stats=RunStats(c.tokens + 1, seconds, first_text, c),
+        error=f"another text than the first row's, prompt {wrong[0]}" if wrong else None,
         runs=tuple(runs),
         **known,
     )
@@ -184,27 +168,6 @@ def _against(best: Row, rows: Sequence[Row]) -> str:
     return f"{text}, {times:.2f} times as fast as {of}, ahead in {ahead} of {len(pairs)} runs"
 
 
-def parse_prompts(text: str, name: str) -> list[str]:
-    """One prompt a line, or JSON lines with "prompt"; empty lines are none."""
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    if not lines:
-        raise UsageError(f'{name} holds no prompt: one a line, or JSON lines with "prompt"')
-    if _json_prompt(lines[0][1]) is None:
-        return [line for _, line in lines]
-    found = {number: _json_prompt(line) for number, line in lines}
-    if bad := [number for number, prompt in found.items() if prompt is None]:
-        raise UsageError(f'{name}, line {bad[0]}: no JSON object with a text as "prompt"')
-    return [prompt for prompt in found.values() if prompt]
-
-
-def _json_prompt(line: str) -> str | None:
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
-    return prompt if isinstance(prompt, str) and prompt else None
-
-
 def plan_rows(
     policies: Sequence[str],
     slots: Sequence[int | None],
@@ -225,7 +188,7 @@ def plan_rows(
     for number in slots or [None]:
         if number is not None and not min(MIN_SLOTS, experts) <= number <= experts:
             raise UsageError(f"--slots {number}: {min(MIN_SLOTS, experts)} to {experts}")
-        for policy in policies or POLICIES:
+        for policy in policies:
             asked = experts if policy == ALL else number
             drafts = draft_tokens or ([0, DEFAULT_DRAFT_TOKENS] if has_draft else [0])
             found += [Setting(policy, asked, n) for n in drafts if n or policy != OURS]
@@ -236,7 +199,7 @@ def bench(
     target: Path,
     draft: Path | None = None,
     *,
-    policies: Sequence[str] = (),
+    policies: Sequence[str] = POLICIES,
     slots: Sequence[int] = (),
     draft_tokens: Sequence[int | str] = (),
     prompts: Sequence[str] = PROMPTS,
@@ -259,8 +222,9 @@ def bench(
         raise UsageError("a prompt, two tokens and two repeats are needed: the first do not count")
     todo = plan_rows(policies, slots, draft_tokens, experts, draft is not None)
     result = Bench([], {}, experts)
-    if OURS in (policies or POLICIES) and all(one.policy != OURS for one in todo):
+    if OURS in policies and all(one.policy != OURS for one in todo):
         result.left_out[OURS] = "without --draft and draft tokens nothing says what to copy ahead"
+    how = {"sampling": SamplingParams(), "max_tokens": max_tokens, "cancel": cancel}
     first: list[Run] = []
     seen: set[Setting] = set()
     for index, asked in enumerate(todo):
@@ -288,7 +252,7 @@ def bench(
                 on_progress=on_progress,
                 **options,
             ) as engine:
-                runs = measure(engine, prompts, max_tokens, repeats, cancel, report)
+                runs = measure(engine, prompts, repeats, report, **how)
                 known, result.device = engine.stats(), str(engine.device)
         except _Known:
             if asked.policy != ALL:
@@ -305,8 +269,8 @@ def bench(
             break
         setting, first = _got(asked, known["slots"], experts), first or runs
         seen.add(setting)
-        how = {"steps": known["steps"], "notices": tuple(known["notices"])}
-        row = make_row(setting, runs, first, asked=asked.slots, **how)
+        said = {"steps": known["steps"], "notices": tuple(known["notices"])}
+        row = make_row(setting, runs, first, asked=asked.slots, **said)
         result.rows = sort_rows([*result.rows, row])
         if on_row is not None:
             on_row(row)
@@ -322,15 +286,9 @@ def _got(asked: Setting, slots: int, experts: int) -> Setting:
 
 
 def measure(
-    engine: Any,
-    prompts: Sequence[str],
-    max_tokens: int,
-    repeats: int,
-    cancel: threading.Event | None = None,
-    report: Callable[[int], object] = lambda done: None,
+    engine: Any, prompts: Sequence[str], repeats: int, report: Callable[[int], object], **how: Any
 ) -> list[Run]:
     """Every prompt in turn, `repeats` times; `report(answers so far)` before each. Raises Cancelled."""
-    how = {"sampling": SamplingParams(), "max_tokens": max_tokens, "cancel": cancel}
     session, runs = engine.decoder.session, list[Run]()
     for repeat in range(repeats):
         for number, prompt in enumerate(prompts):
@@ -355,17 +313,9 @@ def measure(
 
 def machine() -> dict[str, Any]:
     """What the figures depend on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return {
-        "cpu": next(names, platform.processor() or platform.machine()),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "system": platform.platform(),
-        "torch": torch.__version__,
-        "version": __version__,
-    }
+    info = Path("/proc/cpuinfo")
+    cpu = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.is_file() else None
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    found = {"cpu": cpu[1] if cpu else platform.processor(), "cores": os.cpu_count(), "gpu": gpu}
+    found |= {"threads": torch.get_num_threads(), "system": platform.platform()}
+    return found | {"torch": torch.__version__, "version": __version__}

@@ -1,0 +1,352 @@
+"""`bench`: which rows run, what runs become in a row, and the command over tiny packs."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from spmoe_lite import bench as b
+from spmoe_lite import cli, library, prompts
+from spmoe_lite.errors import Cancelled, CapacityError, UsageError
+from spmoe_lite.stats import Counters, RunStats
+from tests.tiny import tiny_pack
+
+PROMPT_LINES = "the quick brown fox\nit was said that\n"
+
+
+def run(prompt=0, repeat=1, ms=10.0, tokens=20, ids=(5, 6), **counted):
+    counters = Counters(tokens=tokens, **counted)
+    return b.Run(prompt, repeat, RunStats(tokens + 1, ms * tokens / 1e3, 0.5, counters), ids)
+
+
+def row(policy, ms, *, slots=8, drafts=0, asked=8, runs=None):
+    setting = b.Setting(policy, slots, drafts)
+    runs = runs or [run(repeat=0, ms=900)] + [run(repeat=i, ms=ms) for i in (1, 2)]
+    return b.make_row(setting, runs, runs, asked=asked, steps="", notices=())
+
+
+def test_figures_are_sums_over_the_runs_that_count():
+    runs = [
+        run(repeat=0, ms=500, bytes_moved=10**9),
+        run(repeat=1, ms=10, tokens=10, bytes_moved=10**6, accesses=4, access_hits=1, drafted=8),
+        run(repeat=2, ms=30, tokens=30, bytes_moved=3 * 10**6, accesses=4, access_hits=2),
+        run(repeat=3, ms=20, tokens=0, stall_seconds=0.25, unique=2, unique_hits=2, accepted=4),
+    ]
+    found = b.make_row(b.Setting("ours", 8, 4), runs, runs[:1], asked=8, steps="", notices=())
+    assert found.tpot_ms == pytest.approx((20, 10, 30))  # a run that wrote one text has none
+    figures = found.to_dict()
+    assert figures["tokens_per_second"] == pytest.approx(40)  # 10 x 10 ms and 30 x 30 ms
+    assert figures["mb_per_token"] == 0.1
+    assert figures["hit_rate"] == 3 / 8 and figures["hit_rate_unique"] == 1
+    assert figures["acceptance"] == 0.5 and figures["stall_share"] == pytest.approx(0.25)
+    assert figures["time_to_first_token"] == 0.5 and found.error is None
+    json.dumps(figures, allow_nan=False)
+
+
+@pytest.mark.parametrize("repeat", [0, 1])
+def test_another_text_is_an_error_and_is_not_ranked(repeat):
+    first = [run(prompt=p, repeat=0, ids=(p, 7)) for p in (0, 1)]
+    runs = [run(prompt=p, repeat=r, ms=1, ids=(p, 7)) for r in (0, 1) for p in (0, 1)]
+    runs[2 * repeat + 1] = run(prompt=1, repeat=repeat, ms=1, ids=(1, 7, 8))
+    bad = b.make_row(b.Setting("ours", 8, 4), runs, first, asked=8, steps="", notices=())
+    assert bad.error == "another text than the first row's, prompt 2"
+    good = row("on-demand", 10)
+    assert b.sort_rows([bad, good]) == [good, bad]
+    assert "ours" not in b.summary([bad, good])
+
+
+def test_rows_are_sorted_and_the_sentence_takes_on_demand_at_its_best():
+    silent = row("ours", 1, runs=[run(repeat=i, tokens=0) for i in (0, 1)])
+    rows = [
+        silent,
+        row("on-demand", 40),
+        row("on-demand", 30, drafts=4),
+        row("on-demand", 25, slots=12, asked=12),
+        row("ours", 20, drafts=4),
+        row("all-resident", 10, slots=16, asked=16),
+    ]
+    ordered = b.sort_rows(rows)
+    times = [one.tpot_ms and round(one.tpot_ms[0]) for one in ordered]
+    assert times == [10, 20, 25, 30, 40, None]
+    assert b.summary(rows[:5]) == (
+        "fastest: ours, 8 slots, 4 drafts, 20.0 ms a token, 1.50 times as fast as on-demand, "
+        "8 slots, 4 drafts (30.0 ms), ahead in 2 of 2 runs"
+    )
+    assert b.summary(rows) == (
+        "fastest: all-resident, 16 slots, no drafts, 10.0 ms a token, 2.50 times as fast as "
+        "on-demand, 12 slots, no drafts (25.0 ms), ahead in 2 of 2 runs; of those that page: "
+        + b.summary(rows[:5]).removeprefix("fastest: ")
+    )
+    assert b.summary(rows[1:3]).endswith("30.0 ms a token, which is on-demand itself")
+    assert b.summary([silent]).startswith("nothing to compare")
+
+
+def test_the_first_row_is_on_demand_without_drafting():
+    base = b.Setting("on-demand", 8, 0)
+    assert b.plan_rows(["ours"], [8], [4], 16, True) == [base, b.Setting("ours", 8, 4)]
+    rows = b.plan_rows(b.POLICIES, [8, 12], [], 16, True)
+    assert rows[0] == base and len(rows) == len(set(rows)) == 2 * 5 + 2
+    assert [one for one in rows if one.policy == "all-resident"] == [
+        b.Setting("all-resident", 16, n) for n in (0, 4)
+    ]
+    assert b.Setting("ours", 8, 0) not in rows
+    assert {one.draft_tokens for one in b.plan_rows(b.POLICIES, [], [], 16, False)} == {0}
+    assert b.plan_rows(b.POLICIES, [], [], 16, False)[0].slots is None
+
+
+@pytest.mark.parametrize(
+    "policies, slots, drafts, said",
+    [
+        (["lru"], [], [], "--policy lru: one of on-demand, global-lru, ours, all-resident"),
+        (["ours"], [8, 1], [], "--slots 1: 2 to 16"),
+        ([], [17], [], "--slots 17: 2 to 16"),
+        ([], [], [32], "--draft-tokens 32: 0 to 31, or auto"),
+    ],
+)
+def test_bad_values_are_named(policies, slots, drafts, said):
+    with pytest.raises(UsageError, match=f"^{said}$"):
+        b.plan_rows(policies, slots, drafts, 16, True)
+
+
+def test_drafting_needs_a_draft():
+    with pytest.raises(UsageError, match="^--draft-tokens 4: name the pack .* --draft$"):
+        b.plan_rows(b.POLICIES, [], [4], 16, False)
+
+
+def test_prompts_are_lines_or_json_lines():
+    assert prompts.parse_prompts(" a b\n\n{c: 1}\n", "f") == [" a b", "{c: 1}"]
+    assert prompts.parse_prompts('{"prompt": "a\\nb"}\n\n{"prompt": "c"}', "f") == ["a\nb", "c"]
+    with pytest.raises(UsageError, match="f, line 3: no JSON object"):
+        prompts.parse_prompts('{"prompt": "a"}\n\n{"text": "c"}', "f")
+    with pytest.raises(UsageError, match="f holds no prompt"):
+        prompts.parse_prompts(" \n\n", "f")
+
+
+class Engine:
+    """Writes two tokens an answer, one a piece; a third where it drafts and `wrong` is set."""
+
+    template, wrong, most, device = None, False, 12, "cpu"
+    loaded: list["Engine"] = []
+
+    @classmethod
+    def load(cls, target, draft, *, on_plan, slots, cancel, on_progress, **given):
+        if slots is not None and slots > cls.most:
+            raise CapacityError("too many")
+        engine = cls()
+        engine.slots, engine.drafts, engine.draft = slots or cls.most, given["draft_tokens"], draft
+        engine.counters, engine.closed, engine.asked = Counters(), False, []
+        engine.decoder = engine.session = engine.target_kv = engine  # who is asked to truncate
+        engine.draft_kv, engine.given, engine.plan = None, given, engine
+        on_plan(engine)
+        cls.loaded.append(engine)
+        return engine
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.closed = True
+
+    def truncate(self, length):
+        assert length == 0
+        self.asked.append(None)
+
+    def stats(self):
+        return {"slots": self.slots, "steps": "driven by the host", "notices": ["said"]}
+
+    def generate(self, prompt, *, sampling, max_tokens, cancel):
+        self.asked.append(prompt)
+        assert sampling.temperature == 0
+        return Answer(self, (1, 2, 3) if self.wrong and self.drafts else (1, 2), cancel)
+
+
+class Answer:
+    def __init__(self, engine, tokens, cancel):
+        self.engine, self.left, self.token_ids, self.cancel = engine, list(tokens), tokens, cancel
+        self.finish_reason = "stop"
+
+    def __next__(self):
+        if self.cancel is not None and self.cancel.is_set():
+            self.finish_reason = "cancelled"
+            raise StopIteration
+        if not self.left:
+            raise StopIteration
+        self.left.pop()
+        self.engine.counters.tokens += 1
+        return "x"
+
+    def __iter__(self):
+        return self
+
+    @property
+    def result(self):
+        for _ in self:
+            pass
+        return self
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    monkeypatch.setattr(b, "Engine", Engine)
+    monkeypatch.setattr(Engine, "loaded", [])
+    monkeypatch.setattr(library, "inspect", lambda path: {"experts": 16})
+    return Engine
+
+
+def measured(draft=True, **given):
+    pack = Path("mix.spmoe")
+    return b.bench(pack, Path("dr.spmoe") if draft else None, prompts=["p", "q"], **given)
+
+
+def test_every_row_is_a_fresh_engine_that_reads_each_prompt_anew(engine):
+    progress, rows = [], []
+    found = measured(slots=[8], repeats=2, on_progress=progress.append, on_row=rows.append)
+    assert len(found.rows) == len(rows) == len(engine.loaded) == 5
+    assert all(one.closed for one in engine.loaded)
+    assert all(one.asked == [None, "p", None, "q"] * 2 for one in engine.loaded)
+    assert [one.draft is None for one in engine.loaded] == [True, False] * 2 + [False]
+    assert [one.given["prefetch"] for one in engine.loaded] == [False] * 4 + [True]
+    policies = [one.given["policy"] for one in engine.loaded]
+    assert policies == ["layer-lru"] * 2 + ["global-lru"] * 2 + ["layer-lru"]
+    assert found.left_out == {
+        f"all-resident, 16 slots, {n}": "too many" for n in ("no drafts", "4 drafts")
+    }
+    assert [p.done for p in progress[:6]] == [0, 1, 2, 3, 4, 5] and progress[0].total == 7 * 4
+    assert {run.stats.counters.tokens for one in found.rows for run in one.runs} == {1}
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_what_does_not_fit_at_all_is_the_engine_s_error(engine):
+    with pytest.raises(CapacityError, match="too many"):
+        measured(slots=[14])
+
+
+def test_where_every_expert_fits_all_policies_are_one_row(engine, monkeypatch):
+    monkeypatch.setattr(Engine, "most", 16)
+    found = measured()
+    assert [
+        str(one.setting) for one in sorted(found.rows, key=lambda r: r.setting.draft_tokens)
+    ] == [
+        "all-resident, 16 slots, no drafts",
+        "all-resident, 16 slots, 4 drafts",
+    ]
+    assert list(found.left_out) == ["global-lru, 16 slots", "ours, 16 slots"]
+
+
+def test_without_a_draft_ours_is_left_out_with_a_reason(engine):
+    found = measured(draft=False, slots=[8])
+    assert "--draft" in found.left_out["ours"] and len(found.rows) == 2
+
+
+@pytest.mark.parametrize("after", ["load", "answer"])
+def test_stopping_keeps_the_rows_so_far(engine, after, monkeypatch):
+    cancel = threading.Event()
+    if after == "load":
+        found = measured(slots=[8], cancel=cancel, on_row=lambda row: cancel.set())
+    else:
+        begin = Engine.generate
+
+        def generate(self, *args, **given):
+            if len(Engine.loaded) == 2 and len(self.asked) == 3:
+                cancel.set()
+            return begin(self, *args, **given)
+
+        monkeypatch.setattr(Engine, "generate", generate)
+        found = measured(slots=[8], cancel=cancel)
+    assert found.interrupted and len(found.rows) == 1
+    assert all(one.closed for one in engine.loaded)
+
+
+def spmoe(*args):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(list(args))
+    return stop.value.code
+
+
+@pytest.fixture
+def found_packs(engine, monkeypatch):
+    monkeypatch.setattr(library, "find", lambda name, home=None: Path(f"{name}.spmoe"))
+
+
+def test_a_row_with_another_text_is_exit_code_1(found_packs, monkeypatch, capsys):
+    monkeypatch.setattr(Engine, "wrong", True)
+    assert spmoe("bench", "mix", "--draft", "dr", "--slots", "8", "--policy", "on-demand,ours") == 1
+    out, err = capsys.readouterr()
+    assert sorted(line.split()[0] for line in out.splitlines()[1:4]) == [
+        "on-demand",
+        "on-demand",
+        "ours",
+    ]
+    assert out.splitlines()[1].split()[2] == "0"  # the one that may be ranked
+    assert "error: ours, 8 slots, 4 drafts: another text than the first row's, prompt 1" in err
+    assert err.count("said") == 1
+
+
+def test_ctrl_c_prints_the_rows_so_far_and_is_130(found_packs, monkeypatch, capsys, tmp_path):
+    begin = b.measure
+
+    def measure(*args, **how):
+        if len(Engine.loaded) == 2:
+            raise Cancelled("cancelled")
+        return begin(*args, **how)
+
+    monkeypatch.setattr(b, "measure", measure)
+    file = tmp_path / "out.json"
+    assert spmoe("bench", "mix", "--slots", "8,9", "--json", str(file)) == 130
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 3 and "interrupted after 1 rows" in err
+    assert json.loads(file.read_text())["interrupted"] is True
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (["--policy", "ours", "--policy", "fast"], "--policy fast: one of on-demand,"),
+        (["--prompts", "EMPTY"], "holds no prompt"),
+        (["--slots", "1"], "--slots 1: 2 to 16"),
+        (["--draft-tokens", "4"], "--draft-tokens 4: name the pack that drafts"),
+        (["--repeats", "1"], "--repeats"),
+    ],
+)
+def test_bad_input_is_one_line(found_packs, capsys, tmp_path, args, said):
+    empty = tmp_path / "empty"
+    empty.write_text("\n")
+    assert spmoe("bench", "mix", *[str(empty) if a == "EMPTY" else a for a in args]) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1] and Engine.loaded == []
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    return [str(tiny_pack(folder, kind, layers=2)) for kind in ("mixtral", "mistral")]
+
+
+def test_tiny_packs_write_the_same_text_in_every_row(packs, tmp_path, capsys):
+    asked, file = tmp_path / "prompts", tmp_path / "out.json"
+    asked.write_text(PROMPT_LINES)
+    given = ["--slots", "4", "--draft-tokens", "0,2", "--prompts", str(asked), "--repeats", "2"]
+    given += ["--policy", "on-demand,ours", "--policy", "all-resident", "--json", str(file)]
+    target, draft = packs
+    assert (
+        spmoe("bench", target, "--draft", draft, "--max-tokens", "8", "--device", "cpu", *given)
+        == 0
+    )
+    out, _ = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[0].split()[:3] == ["POLICY", "SLOTS", "DRAFTS"] and len(lines) == 1 + 5 + 1
+    assert lines[-1].startswith("fastest: ")
+    found = json.loads(file.read_text())
+    assert (found["target"], found["draft"], found["device"]) == ("mixtral", "mistral", "cpu")
+    assert found["machine"]["torch"] and found["command"]
+    times = [one["tpot_ms"] for one in found["rows"]]
+    assert times == sorted(times) and all(len(one["runs"]) == 4 for one in found["rows"])
+    paged = [one for one in found["rows"] if one["policy"] != "all-resident"]
+    assert all(one["mb_per_token"] > 0 and one["hit_rate"] < 1 for one in paged)
+    assert all(one["mb_per_token"] == 0 for one in found["rows"] if one not in paged)
+    assert any(one["prefetch_useful"] for one in paged if one["policy"] == "ours")
+
+
+def test_a_pack_without_experts_is_refused(packs):
+    with pytest.raises(UsageError, match="^mistral has no experts"):
+        b.bench(Path(packs[1]))
