@@ -22,6 +22,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -161,6 +162,13 @@ class Engine:
         if kv_type not in KV_TYPES:
             raise UsageError(f"--kv-type {kv_type}: one of {', '.join(KV_TYPES)}")
         length = _draft_length(draft_tokens)
+        for flag, number in {"--slots": slots, "--ctx-size": ctx_size, "--cutoff": cutoff}.items():
+            if number is not None and (
+                isinstance(number, bool) or not isinstance(number, Integral)
+            ):
+                raise UsageError(f"{flag} {number!r}: a whole number is needed")
+        if pin not in ("auto", "all", "none"):
+            parse_size(pin, 1 << 40, "--pin")  # refused before anything is opened
         if cutoff is not None and cutoff < 0:
             raise UsageError(f"--cutoff {cutoff}: 0 for no prefetching, or the number of layers")
         place = choose_device(device)

@@ -817,3 +817,21 @@ def test_redirected_output_is_not_needed(packs):
         assert sys.stdout.getvalue() == ""
     finally:
         sys.stdout = sys_stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"slots": "4"},
+        {"ctx_size": "8"},
+        {"cutoff": 1.5},
+        {"slots": True},
+        {"pin": "abc"},
+        {"pin": -1},
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_refused_in_one_line(options, tmp_path):
+    with pytest.raises(UsageError) as refusal:
+        Engine.load(tmp_path / "none.spmoe", device="cpu", **options)
+    flag = "--" + next(iter(options)).replace("_", "-")
+    assert str(refusal.value).startswith(f"{flag} ") and "\n" not in str(refusal.value)
