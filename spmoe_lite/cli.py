@@ -800,8 +800,8 @@ def bench_packs(
     from spmoe_lite.prompts import PROMPTS, parse_prompts
 
     texts = parse_prompts(_read_prompt(None, prompts), prompts) if prompts else PROMPTS
-    if json is not None:
-        json.open("a").close()  # a file that cannot be written is refused now
+    if json is not None and not json.parent.is_dir():
+        raise NotFoundError(f"--json {json}: there is no folder {json.parent}")
     _show_log()
     target, draft_path = _choose(pack, model, draft, offer=False)
     note(_pair(target, draft_path))
@@ -828,10 +828,8 @@ def bench_packs(
     if json is not None:
         import shlex
 
-        how: dict[str, Any] = {
-            "command": f"{PROGRAM} {shlex.join(sys.argv[1:])}",
-            "machine": machine(),
-        }
+        command = f"{PROGRAM} {shlex.join(sys.argv[1:])}"
+        how: dict[str, Any] = {"command": command, "machine": machine()}
         how |= {"target": _name(target), "draft": _name(draft_path) if draft_path else None}
         how |= {"prompts": list(texts), "max_tokens": given["max_tokens"]}
         json.write_text(_json({**how, **result.to_dict()}) + "\n", encoding="ascii")
@@ -844,9 +842,9 @@ def bench_packs(
         note(notice)
     for row in result.rows:
         if row.error:
-            click.echo(f"error: {row.setting}: {row.error}", err=True)
+            click.echo(f"{NAME}: {row.setting}: {row.error}", err=True)
     if result.interrupted:
-        note(f"interrupted after {len(result.rows)} rows")
+        note(f"interrupted; rows measured: {len(result.rows)}")
         return 130
     return 1 if any(row.error for row in result.rows) else 0
 

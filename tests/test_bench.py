@@ -279,7 +279,7 @@ def test_a_row_with_another_text_is_exit_code_1(found_packs, monkeypatch, capsys
         "ours",
     ]
     assert out.splitlines()[1].split()[2] == "0"  # the one that may be ranked
-    assert "error: ours, 8 slots, 4 drafts: another text than the first row's, prompt 1" in err
+    assert "spmoe-lite: ours, 8 slots, 4 drafts: another text than the first row's, prompt 1" in err
     assert err.count("said") == 1
 
 
@@ -295,7 +295,7 @@ def test_ctrl_c_prints_the_rows_so_far_and_is_130(found_packs, monkeypatch, caps
     file = tmp_path / "out.json"
     assert spmoe("bench", "mix", "--slots", "8,9", "--json", str(file)) == 130
     out, err = capsys.readouterr()
-    assert len(out.splitlines()) == 3 and "interrupted after 1 rows" in err
+    assert len(out.splitlines()) == 3 and "interrupted; rows measured: 1" in err
     assert json.loads(file.read_text())["interrupted"] is True
 
 
@@ -307,12 +307,14 @@ def test_ctrl_c_prints_the_rows_so_far_and_is_130(found_packs, monkeypatch, caps
         (["--slots", "1"], "--slots 1: 2 to 16"),
         (["--draft-tokens", "4"], "--draft-tokens 4: name the pack that drafts"),
         (["--repeats", "1"], "--repeats"),
+        (["--json", "no/such/x.json"], "--json no/such/x.json: there is no folder"),
     ],
 )
 def test_bad_input_is_one_line(found_packs, capsys, tmp_path, args, said):
     empty = tmp_path / "empty"
     empty.write_text("\n")
-    assert spmoe("bench", "mix", *[str(empty) if a == "EMPTY" else a for a in args]) == 2
+    code = 3 if "--json" in args else 2
+    assert spmoe("bench", "mix", *[str(empty) if a == "EMPTY" else a for a in args]) == code
     assert said in capsys.readouterr().err.splitlines()[-1] and Engine.loaded == []
 
 
