@@ -1,7 +1,7 @@
 """Measure a pack, perhaps with a draft, on this machine: a row per policy, slots and draft length.
 
     on-demand      an LRU of slots in every layer, experts copied when they are needed
-    global-lru     the same with one LRU over all layers
+    global-lru     the same with one LRU over all layers; on a GPU its steps are driven by the host
     ours           on-demand, and what the draft's states point at is copied ahead
     all-resident   every expert in a slot: the bound where it fits, left out where it does not
 

@@ -838,8 +838,9 @@ def bench_packs(
         click.echo(summary(result.rows))
     for name, reason in result.left_out.items():
         note(f"without {name}: {reason}")
-    for notice in dict.fromkeys(notice for row in result.rows for notice in row.notices):
-        note(notice)
+    notices = [(row.setting.policy, notice) for row in result.rows for notice in row.notices]
+    for name, notice in dict.fromkeys(notices):
+        note(f"{name}: {notice}")
     for row in result.rows:
         if row.error:
             click.echo(f"{NAME}: {row.setting}: {row.error}", err=True)
