@@ -144,7 +144,10 @@ def sort_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 def summary(rows: Iterable[Row]) -> str:
-    """Which row was fastest, and by how much against on-demand at its best with as many slots asked for."""
+    """Which row was fastest, and by how much against on-demand at its best with as many slots asked for.
+
+    On-demand itself is compared with the next row.
+    """
     good = [row for row in sort_rows(rows) if not row.error and row.tpot_ms]
     if not good:
         return "nothing to compare: no row wrote more than its first text"
@@ -160,8 +163,10 @@ def _against(best: Row, rows: Sequence[Row]) -> str:
     text = f"{best.setting}, {best.tpot_ms[0]:.1f} ms a token"
     others = [row for row in rows if row.setting.policy == BASE]
     base = next((row for row in others if row.asked == best.asked), others[0] if others else best)
+    if base is best:  # then the next one says by how little or much
+        base = next(iter(rows[rows.index(best) + 1 :]), best)
     if base is best or base.tpot_ms is None:
-        return text if base not in others else f"{text}, which is on-demand itself"
+        return text
     pairs = [(a.tpot_ms, b.tpot_ms) for a, b in zip(best.runs, base.runs, strict=True) if a.repeat]
     ahead = sum(a is not None and b is not None and a < b for a, b in pairs)
     times, of = base.tpot_ms[0] / best.tpot_ms[0], f"{base.setting} ({base.tpot_ms[0]:.1f} ms)"
