@@ -15,6 +15,11 @@ from tests.tiny import tiny_pack
 PROMPT_LINES = "the quick brown fox\nit was said that\n"
 
 
+@pytest.fixture(autouse=True)
+def settled(monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")  # so that `main` leaves the environment alone
+
+
 def run(prompt=0, repeat=1, ms=10.0, tokens=20, ids=(5, 6), **counted):
     counters = Counters(tokens=tokens, **counted)
     return b.Run(prompt, repeat, RunStats(tokens + 1, ms * tokens / 1e3, 0.5, counters), ids)

@@ -30,7 +30,7 @@ def help_pages() -> str:
     from spmoe_lite.cli import PROGRAM, cli
 
     settings = {"terminal_width": 80, "max_content_width": 80}
-    top = click.Context(cli, info_name=PROGRAM, **settings)
+    top = click.Context(cli, info_name=PROGRAM, **cli.context_settings, **settings)
     pages = [HEADER, f"## {PROGRAM}\n\n```text\n{cli.get_help(top)}\n```\n"]
     for name, command in cli.commands.items():
         ctx = click.Context(command, info_name=name, parent=top, **settings)
