@@ -554,14 +554,11 @@ class Engine:
         if store is not None and not store.table.all_fit:
             host, table = store.host_addresses(), store.table
             if host is None or table.shared:
-                self.notices.append(
-                    "steps are driven by the host: "
-                    + (
-                        "fewer slots than a token needs"
-                        if table.shared
-                        else "experts are not page-locked"
-                    )
-                )
+                reason = "not all experts are page-locked"
+                if table.shared:
+                    few = table.policy == "layer-lru"
+                    reason = "fewer slots than a token needs" if few else f"--policy {table.policy}"
+                self.notices.append(f"steps are driven by the host: {reason}")
                 return None
             share = max(len(table.places(layer)) for layer in range(len(host)))
             tables = Tables.make(
