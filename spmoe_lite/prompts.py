@@ -21,12 +21,19 @@ def parse_prompts(text: str, name: str) -> list[str]:
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:
         raise UsageError(f'{name} holds no prompt: one a line, or JSON lines with "prompt"')
-    if _json_prompt(lines[0][1]) is None:
+    if not _is_object(lines[0][1]):
         return [line for _, line in lines]
     found = {number: _json_prompt(line) for number, line in lines}
     if bad := [number for number, prompt in found.items() if prompt is None]:
         raise UsageError(f'{name}, line {bad[0]}: no JSON object with a text as "prompt"')
     return [prompt for prompt in found.values() if prompt]
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _json_prompt(line: str) -> str | None:

@@ -150,5 +150,5 @@ def check_finite(finite: bool) -> None:
     if not finite:
         raise SpmoeError(
             "the model produced non-finite logits: nothing was sampled; "
-            "check the pack with `spmoe-lite verify`, or use a wider precision"
+            "check the pack with `spmoe-lite verify`, or use a wider precision (of int8 caches: --kv-type auto)"
         )

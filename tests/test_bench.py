@@ -128,6 +128,9 @@ def test_prompts_are_lines_or_json_lines():
     assert prompts.parse_prompts('{"prompt": "a\\nb"}\n\n{"prompt": "c"}', "f") == ["a\nb", "c"]
     with pytest.raises(UsageError, match="f, line 3: no JSON object"):
         prompts.parse_prompts('{"prompt": "a"}\n\n{"text": "c"}', "f")
+    for first in ('{"prompt": 5}', '{"text": "a"}', '{"prompt": ""}', "{}"):
+        with pytest.raises(UsageError, match="f, line 1: no JSON object"):
+            prompts.parse_prompts(first, "f")
     with pytest.raises(UsageError, match="f holds no prompt"):
         prompts.parse_prompts(" \n\n", "f")
 

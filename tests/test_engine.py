@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from spmoe_lite import Engine, SamplingParams
 from spmoe_lite.converters import convert
@@ -29,6 +30,7 @@ from spmoe_lite.errors import (
     CapacityError,
     DamagedError,
     NotFoundError,
+    SpmoeError,
     UnsupportedError,
     UsageError,
 )
@@ -835,3 +837,20 @@ def test_an_option_of_the_wrong_kind_is_refused_in_one_line(options, tmp_path):
         Engine.load(tmp_path / "none.spmoe", device="cpu", **options)
     flag = "--" + next(iter(options)).replace("_", "-")
     assert str(refusal.value).startswith(f"{flag} ") and "\n" not in str(refusal.value)
+
+
+def test_int8_caches_refuse_what_they_cannot_hold_and_name_the_way_out(tmp_path):
+    """Keys of 1e7 times the usual size: beyond the scale of a code, and no harm in a float."""
+    source = tiny.tiny_mixtral(tmp_path / "t", layers=2, experts=3)
+    for file in source.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors:
+            if "k_proj" in name or "v_proj" in name:
+                tensors[name] *= 1e7
+        save_file(tensors, file, metadata={"format": "pt"})
+    pack = convert(source, out=tmp_path / "t.spmoe").path
+    with Engine.load(pack, device="cpu") as engine:
+        assert len(engine.generate([1, 5, 9], max_tokens=3).result.token_ids) > 0
+    with Engine.load(pack, device="cpu", kv_type="int8") as engine:
+        with pytest.raises(SpmoeError, match="--kv-type auto"):
+            engine.generate([1, 5, 9], max_tokens=3).result  # noqa: B018
