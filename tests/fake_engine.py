@@ -162,10 +162,10 @@ class Engine:
 
 
 if __name__ == "__main__":
-    from spmoe_lite import cli, library
+    from spmoe_lite import cli, cli_talk, library
 
     library.find = lambda name, home=None: Path(f"{name}.spmoe")
-    cli._has_template = lambda target: True
+    cli_talk._has_template = lambda target: True
     engine = sys.modules["spmoe_lite.engine"] = type(sys)("spmoe_lite.engine")
     engine.Engine = Engine
     if os.environ.get("FAKE_NO_EDITOR"):

@@ -44,7 +44,7 @@ if __name__ == "__main__":
     raise SystemExit
 
 
-from spmoe_lite import cli, errors, library, terminal  # noqa: E402
+from spmoe_lite import cli, cli_shared, cli_talk, errors, library, terminal  # noqa: E402
 from spmoe_lite.library import PackInfo  # noqa: E402
 from spmoe_lite.progress import Progress  # noqa: E402
 from tests import fake_engine  # noqa: E402
@@ -66,7 +66,7 @@ def engine(monkeypatch):
     module.Engine = fake_engine.Engine
     monkeypatch.setitem(sys.modules, "spmoe_lite.engine", module)
     monkeypatch.setattr(library, "find", lambda name, home=None: Path(f"{name}.spmoe"))
-    monkeypatch.setattr(cli, "_has_template", lambda target: True)
+    monkeypatch.setattr(cli_talk, "_has_template", lambda target: True)
     monkeypatch.setattr(fake_engine.Engine, "loaded", [])
     monkeypatch.setattr(fake_engine.Engine, "template", object())
     return fake_engine.Engine
@@ -329,7 +329,7 @@ def test_two_prompts_or_a_bad_file_are_refused(engine, typed, capsys, tmp_path, 
     assert spmoe("run", "mix", "-f", str(tmp_path)) == 1
     assert str(tmp_path) in seen(capsys)[1][-1]
     assert spmoe("run", "mix", "-f", "a\0b") == 2
-    monkeypatch.setattr(cli, "MAX_PROMPT_CHARS", 3)
+    monkeypatch.setattr(cli_shared, "MAX_PROMPT_CHARS", 3)
     long = tmp_path / "long.txt"
     long.write_text("four", encoding="utf-8")
     assert spmoe("run", "mix", "-f", str(long)) == 2
@@ -519,9 +519,9 @@ def test_demo_runs_with_half_of_the_experts_and_says_so(made, engine, capsys):
     assert (loaded["target"], loaded["draft"]) == (Path("demo.spmoe"), Path("demo-draft.spmoe"))
     assert loaded["slots"] == 120
     out, err = seen(capsys)
-    assert out == f"You said: {cli.DEMO_PROMPT}\n"
+    assert out == f"You said: {cli_talk.DEMO_PROMPT}\n"
     assert any("half of the experts" in line for line in err)
-    assert f">>> {cli.DEMO_PROMPT}" in err
+    assert f">>> {cli_talk.DEMO_PROMPT}" in err
     assert err[-1].startswith("3 tokens")
 
 
@@ -572,7 +572,7 @@ def test_the_pack_of_the_demo_is_only_taken_by_name_and_this_is_said(
 
 def test_without_any_pack_a_pipe_gets_the_commands_to_type(engine, typed, monkeypatch, capsys):
     monkeypatch.setattr(library, "default_target", no_packs)
-    monkeypatch.setattr(cli, "_is_here", lambda name: False)
+    monkeypatch.setattr(cli_shared, "_is_here", lambda name: False)
     assert spmoe("chat") == 3
     _, err = seen(capsys)
     assert len(err) == 1

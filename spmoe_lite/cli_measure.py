@@ -1,0 +1,352 @@
+"""Commands that measure: `profile`, `bench`, `tune`, `replay`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from spmoe_lite import terminal
+from spmoe_lite.cli_options import (
+    NAME,
+    PROGRAM,
+    DraftTokens,
+    Several,
+    command,
+    debug_option,
+    engine_options,
+    json_option,
+    machine_options,
+    model_options,
+)
+from spmoe_lite.cli_shared import (
+    choose,
+    echo_json,
+    json_text,
+    load_pair,
+    pack_name,
+    pair_name,
+    read_prompt,
+    show_log,
+)
+from spmoe_lite.errors import NotFoundError, UsageError
+from spmoe_lite.progress import size
+from spmoe_lite.terminal import note
+
+if TYPE_CHECKING:
+    from spmoe_lite.bench import Row
+
+DEFAULT_LINK = 50.0  # GB/s: a PCIe 5 bus
+
+
+@command()
+@model_options
+@json_option
+@engine_options
+@debug_option
+def profile(
+    pack: str | None, model: str | None, draft: str | None, as_json: bool, **given: Any
+) -> None:
+    """Time copies, drafting and layers on this machine.
+
+    The result is kept and sets how deep drafting prefetches.
+    """
+    from spmoe_lite.profile import profile as library_profile
+
+    show_log()
+    target, draft_path = choose(pack, model, draft, offer=False)
+    if draft_path is None:
+        raise UsageError("profile measures a pair: name its draft with --draft PACK")
+    with load_pair(target, draft_path, given) as engine:
+        measured = library_profile(engine)
+    if as_json:
+        echo_json(measured.to_dict())
+    else:
+        rows = [[key.replace("_", " "), f"{v:.3f}"] for key, v in measured.to_dict().items()]
+        click.echo(terminal.table(rows, right=[1]))
+    note(f"kept in {engine.profile_path}")
+
+
+@command(name="bench")
+@model_options
+@click.option(
+    "--policy",
+    type=Several(click.STRING),
+    multiple=True,
+    metavar="NAME,...",
+    help="Policies to measure; all if not given.",
+)
+@click.option(
+    "--slots",
+    type=Several(click.IntRange(1)),
+    metavar="N,N,...",
+    default="",
+    help="Numbers of experts kept on the device; as many as --vram holds if not given.",
+)
+@click.option(
+    "--draft-tokens",
+    type=Several(DraftTokens()),
+    metavar="N,N,...",
+    default="",
+    help="Tokens drafted per step; 0,4 if not given.",
+)
+@click.option(
+    "--prompts",
+    metavar="FILE",
+    help='One prompt a line, or JSON lines with "prompt"; - is stdin. Else six built-in ones.',
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(2),
+    default=64,
+    show_default=True,
+    metavar="N",
+    help="Longest answer.",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(2),
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="Rounds over all prompts; the first is not counted.",
+)
+@click.option(
+    "--json",
+    type=click.Path(path_type=Path),
+    allow_from_autoenv=False,  # elsewhere SPMOE_JSON is a switch
+    metavar="FILE",
+    help="Write every run, the machine and the command to FILE.",
+)
+@machine_options
+@debug_option
+def bench_packs(
+    pack: str | None,
+    model: str | None,
+    draft: str | None,
+    policy: tuple[list[str], ...],
+    prompts: str | None,
+    json: Path | None,
+    threads: int | None,
+    **given: Any,
+) -> int:
+    """Measure PACK, perhaps with a draft, on this machine.
+
+    Policies: on-demand, an LRU in each layer and nothing fetched ahead; global-lru, one LRU; ours, with
+    what the draft's states point at fetched ahead; all-resident, every expert in a slot, where they fit.
+    Each row is a fresh engine, its first round not counted; every answer is greedy. All rows must write
+    the text of the first one, on-demand without drafting: one that does not is an error.
+
+    TPOT is the time of a token after the first text, drafting included: median, least and most of all
+    answers. Hits are by unique expert and by access, as in `replay`. STALL is the share of that time in
+    which the target waited for experts.
+    """
+    from spmoe_lite.bench import POLICIES, bench, machine, summary
+    from spmoe_lite.prompts import PROMPTS, parse_prompts
+
+    texts = parse_prompts(read_prompt(None, prompts), prompts) if prompts else PROMPTS
+    if json is not None and not json.parent.is_dir():
+        raise NotFoundError(f"--json {json}: there is no folder {json.parent}")
+    show_log()
+    target, draft_path = choose(pack, model, draft, offer=False)
+    note(pair_name(target, draft_path))
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    with terminal.interruptible() as cancel, terminal.ProgressDisplay() as progress:
+
+        def tell(row: Row) -> None:
+            progress.close()
+            note(f"{row.setting}: " + (f"{row.tpot_ms[0]:.1f} ms a token" if row.tpot_ms else "-"))
+
+        result = bench(
+            target,
+            draft_path,
+            policies=[name for names in policy for name in names] or POLICIES,
+            prompts=texts,
+            cancel=cancel,
+            on_progress=progress,
+            on_row=tell,
+            **given,
+        )
+    if json is not None:
+        import shlex
+
+        command = f"{PROGRAM} {shlex.join(sys.argv[1:])}"
+        how: dict[str, Any] = {"command": command, "machine": machine()}
+        how |= {"target": pack_name(target), "draft": pack_name(draft_path) if draft_path else None}
+        how |= {"prompts": list(texts), "max_tokens": given["max_tokens"]}
+        json.write_text(json_text({**how, **result.to_dict()}) + "\n", encoding="ascii")
+    if result.rows:
+        click.echo(_bench_table(result.rows))
+        click.echo(summary(result.rows))
+    for name, reason in result.left_out.items():
+        note(f"without {name}: {reason}")
+    notices = [(row.setting.policy, notice) for row in result.rows for notice in row.notices]
+    for name, notice in dict.fromkeys(notices):
+        note(f"{name}: {notice}")
+    for row in result.rows:
+        if row.error:
+            click.echo(f"{NAME}: {row.setting}: {row.error}", err=True)
+    if result.interrupted:
+        note(f"interrupted; rows measured: {len(result.rows)}")
+        return 130
+    return 1 if any(row.error for row in result.rows) else 0
+
+
+@command()
+@click.argument("pack", required=False)
+@click.option(
+    "--device", default="auto", metavar="DEVICE", help="Which GPU to tune for: cuda, cuda:N."
+)
+@json_option
+@debug_option
+def tune(pack: str | None, device: str, as_json: bool) -> None:
+    """Find faster kernel tiles for this GPU.
+
+    Tiles near the shipped ones are timed at the shapes of PACK, or of the pack used last; it takes
+    minutes. Those that are at least 3 % faster and change no bit of a result are kept, and every later
+    start uses them. Nothing is tuned at any other time.
+    """
+    from dataclasses import asdict
+
+    from spmoe_lite.tune import tune as library_tune
+
+    show_log()
+    target, _ = choose(pack, None, None, offer=False)
+    with terminal.interruptible() as cancel, terminal.ProgressDisplay() as progress:
+        tried, path = library_tune(target, device=device, cancel=cancel, on_progress=progress)
+    if as_json:
+        echo_json({"file": str(path), "tried": [asdict(one) for one in tried]})
+    else:
+        rows = [["PRODUCT", "ROWS", "N", "K", "WARPS", "STAGES", "US", "RESULT"]]
+        for one in tried:
+            t, product = one.tile, f"{one.product.kind} {one.product.weights}"
+            sizes = [str(v) for v in (t.t, t.n, t.k, t.warps, t.stages)]
+            rows.append([product, *sizes, "-" if one.ms is None else f"{one.ms * 1e3:.1f}"])
+            rows[-1].append(terminal.printable(one.verdict))
+        click.echo(terminal.table(rows, right=[1, 2, 3, 4, 5, 6]))
+    kept = sum(one.verdict == "kept" for one in tried)
+    note(f"{kept} of {sum(one.verdict != 'shipped' for one in tried)} tiles kept in {path}")
+
+
+@command(name="replay")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--slots",
+    type=Several(click.IntRange(1)),
+    metavar="N,N,...",
+    default="",
+    help="Numbers of slots to try; the recorded one if not given.",
+)
+@click.option(
+    "--policy",
+    type=Several(click.STRING),
+    metavar="NAME,...",
+    default="",
+    help="Policies to try; all if not given.",
+)
+@click.option(
+    "--warm-up",
+    type=float,
+    default=0.5,
+    show_default=True,
+    metavar="X",
+    help="Share of the passes that fills the slots and teaches `static`, and is not counted.",
+)
+@click.option(
+    "--calibration",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Another trace to teach `static`.",
+)
+@click.option(
+    "--link",
+    type=float,
+    metavar="GB/s",
+    help="Rate of copies; as measured by `profile` before the recording, else 50.",
+)
+@json_option
+@debug_option
+def replay_trace(
+    file: Path,
+    slots: list[int],
+    policy: list[str],
+    warm_up: float,
+    calibration: Path | None,
+    link: float | None,
+    as_json: bool,
+) -> None:
+    """Try cache policies on a recording.
+
+    FILE was written by `run` or `chat` with --trace. Nothing is loaded or computed but who is in a slot
+    when. Hits are by unique expert and by access, of accepted tokens, as after an answer. Misses count
+    rejected tokens too, copies also what was fetched ahead. Seconds are the bus alone: every copy at
+    the rate of --link, none hidden behind computing.
+
+    Policies: layer-lru and global-lru, as --policy of `run`; prefetch, layer-lru with the draft's
+    predictions; textbook-lru, layer-lfru, global-lfru, static, stream; and layer-belady, global-belady,
+    belady-bypass, which know the future and bound the others. docs/cache.md says what each does.
+    """
+    from dataclasses import asdict
+
+    from spmoe_lite.replay import compare
+    from spmoe_lite.trace import MAX_LINK, MIN_LINK, read_trace
+
+    show_log()
+    trace = read_trace(file)
+    rate = (trace.header.link or DEFAULT_LINK) if link is None else link
+    if not MIN_LINK <= rate <= MAX_LINK:
+        raise UsageError(f"--link {rate:g}: a rate in GB/s, from {MIN_LINK:g} to {MAX_LINK:g}")
+    with terminal.interruptible() as cancel, terminal.ProgressDisplay() as progress:
+        result = compare(
+            trace,
+            slots=slots,
+            policies=policy,
+            warm_up=warm_up,
+            calibration=read_trace(calibration) if calibration else None,
+            cancel=cancel,
+            on_progress=progress,
+        )
+    if as_json:
+        values = asdict(result) | {"trace": asdict(trace.header), "link": rate}
+        echo_json(values | {"scores": [score.to_dict(rate) for score in result.scores]})
+        return
+    rows = [["POLICY", "SLOTS", "HITS", "BY ACCESS", "MISSES/TOKEN", "COPIED/TOKEN", "S/TOKEN"]]
+    for one in result.scores:
+        hits = ["-" if r is None else f"{r:.1%}" for r in (one.hit_rate_unique, one.hit_rate)]
+        rows.append([one.policy, str(one.slots), *hits, f"{one.misses_per_token:.2f}"])
+        rows[-1] += [size(one.bytes_per_token), f"{one.seconds_per_token(rate):.3g}"]
+    click.echo(terminal.table(rows, right=[1, 2, 3, 4, 5, 6]))
+    note(
+        f"{terminal.printable(trace.header.model)}: {result.passes} passes, {result.tokens} tokens, "
+        f"in a pass {result.union:.1f} of {trace.header.experts} experts a layer; {rate:.1f} GB/s"
+    )
+    for name, reason in result.left_out.items():
+        note(f"without {name}: {reason}")
+
+
+def _bench_table(rows: Sequence[Row]) -> str:
+    lines = [
+        ["POLICY", "SLOTS", "DRAFTS", "TPOT MS", "LEAST", "MOST", "TOK/S", "FIRST S", "ACCEPTED"]
+        + ["HITS", "BY ACCESS", "MB/TOKEN", "STALL", "USEFUL", "LATE", "WASTED"]
+    ]
+    for row in rows:
+        stats, c, found = row.stats, row.stats.counters, row.to_dict()
+        shares = [stats.acceptance, stats.hit_rate_unique, stats.hit_rate]
+        accepted, *hits = ["-" if share is None else f"{share:.1%}" for share in shares]
+        times = ["-" if time is None else f"{time:.1f}" for time in row.tpot_ms or [None] * 3]
+        rate, moved, stall = stats.tokens_per_second, found["mb_per_token"], found["stall_share"]
+        lines.append([row.setting.policy, str(row.setting.slots), str(row.setting.draft_tokens)])
+        lines[-1] += [*times, "-" if rate is None else f"{rate:.1f}"]
+        lines[-1] += [f"{stats.time_to_first_token:.2f}", accepted, *hits]
+        lines[-1] += [
+            "-" if moved is None else f"{moved:.1f}",
+            "-" if stall is None else f"{stall:.0%}",
+        ]
+        lines[-1] += [str(n) for n in (c.prefetch_useful, c.prefetch_late, c.prefetch_wasted)]
+    return terminal.table(lines, right=range(1, len(lines[0])))
