@@ -95,11 +95,17 @@ def shared_experts(dtype: str, model: str = "mixtral") -> Experts:
     return Experts(dtype, model)
 
 
-def attention_calls(tokens: int, context: int, layers: int) -> list[Callable]:
+def attention_calls(tokens: int, context: int, layers: int, coded: bool = False) -> list[Callable]:
+    """Over keys and values in bf16, or if `coded` in int8."""
     shape = (context, HEADS_KV, HEAD_DIM)
+    q = random((tokens, HEADS, HEAD_DIM), torch.bfloat16)
+    if coded:
+        codes = torch.randint(-127, 128, (layers, 2, *shape), dtype=torch.int8, device=DEVICE)
+        scales = torch.rand((HEADS_KV, context, 2), device=DEVICE).half() / 127
+        start = context - tokens
+        return [lambda c=c: attention(q, *c, start, None, kv_scales=scales) for c in codes]
     caches = [
         (random(shape, torch.bfloat16, seed=i), random(shape, torch.bfloat16, seed=i + 50))
         for i in range(layers)
     ]
-    q = random((tokens, HEADS, HEAD_DIM), torch.bfloat16)
     return [lambda c=c: attention(q, *c, context - tokens, None) for c in caches]

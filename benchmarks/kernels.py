@@ -207,13 +207,16 @@ def time_host_reads(model: Experts) -> dict:
 
 def time_attention(ceiling: dict) -> dict:
     rows = {}
-    for context in (1024, 8192, 32768):
-        for tokens in (1, 5, 8, 32):
-            ms = timing.replay_ms(attention_calls(tokens, context, 8 if context > 1024 else 64))
-            read = 2 * context * HEADS_KV * HEAD_DIM * 2
-            row = {"us": ms * 1e3, "TB_s": read / ms / 1e9}
-            row["of_hbm"] = row["TB_s"] / ceiling["hbm_read_TB_s"]
-            rows[f"T={tokens} context {context}"] = row
+    for name, coded in (("", False), (" int8", True)):
+        for context in (1024, 8192, 32768):
+            for tokens in (1, 5, 8, 32):
+                layers = 8 if context > 1024 else 64
+                ms = timing.replay_ms(attention_calls(tokens, context, layers, coded))
+                one = HEAD_DIM + 2 if coded else 2 * HEAD_DIM  # with its scale
+                read = 2 * context * HEADS_KV * one
+                row = {"us": ms * 1e3, "TB_s": read / ms / 1e9}
+                row["of_hbm"] = row["TB_s"] / ceiling["hbm_read_TB_s"]
+                rows[f"T={tokens} context {context}{name}"] = row
     for tokens in (512, 2048):
         ms = timing.replay_ms(attention_calls(tokens, tokens, 4), 7)
         rows[f"prefill {tokens}"] = {
