@@ -461,6 +461,20 @@ class PackWriter:
             if written != count:
                 raise ValueError(f"layer {layer} got {written} experts, not {count}")
 
+    def link_layer(self, layer: int, other: int) -> None:
+        """Give one layer the experts of another that is written: the same file under two names.
+
+        For packs of random weights, whose size should cost neither disk nor RAM.
+        """
+        name, source = m.layer_file(layer), m.layer_file(other)
+        path = self.partial / name
+        with m.naming(path, "write"):
+            path.unlink(missing_ok=True)
+            os.link(self.partial / source, path)
+        self._files[name] = dict(self._files[source])
+        self._trusted.add(name)
+        self._write_journal()
+
     def copy_text(self, name: str, source: Path | bytes) -> None:
         """Copy a small file (tokenizer, chat template, generation settings) beside the tensors."""
         if not m.is_text_name(name):

@@ -1,0 +1,155 @@
+"""Synthetic pairs: what is written, that it is a pack as any other, and forced acceptance."""
+
+import os
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from spmoe_lite import Engine, synthetic
+from spmoe_lite.config import SamplingParams, matrix_bytes, scheme_of
+from spmoe_lite.errors import Cancelled, CapacityError, UsageError
+from spmoe_lite.hostmap import HostMap
+from spmoe_lite.pack import Pack
+from spmoe_lite.sampling import Sampler
+from spmoe_lite.synthetic import ForcedAcceptance, Pair
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory):
+    pair = Pair.of("tiny", experts="fp32")
+    return synthetic.write_pair(pair, tmp_path_factory.mktemp("synthetic"))
+
+
+def test_a_pair_is_two_packs_that_pass_every_check(packs):
+    for path in packs:
+        with Pack.open(path) as pack:
+            pack.verify()
+    target, draft = map(Pack.open, packs)
+    shared, other = target.load_dense(), draft.load_dense()
+    both = {name for name in shared if name in other}
+    assert len(both) == 3 + 6 * 4  # embedding, norm, head; norms and attention of four layers
+    assert all(torch.equal(shared[name], other[name]) for name in both)
+    target.close()
+    draft.close()
+
+
+def test_a_pair_is_the_same_bytes_every_time(packs, tmp_path):
+    again = synthetic.write_pair(Pair.of("tiny", experts="fp32"), tmp_path)
+    for before, after in zip(packs, again, strict=True):
+        assert Pack.open(before).files == Pack.open(after).files
+
+
+@pytest.mark.parametrize("dtype", ["int4-g64z", "int8-g64", "int4-g32", "bf16", "fp16", "fp32"])
+def test_weights_have_the_size_that_is_asked_for(dtype):
+    weight = synthetic.random_weight(dtype, (512, 1024), 0.5, "one")
+    values = weight if scheme_of(dtype) is None else weight.dequantize()
+    found = float(values.float().square().mean().sqrt()) * 1024**0.5
+    assert 0.3 < found < 0.8 and torch.isfinite(values).all()
+    again = synthetic.random_weight(dtype, (512, 1024), 0.5, "two")
+    assert synthetic._bytes(again) == matrix_bytes(dtype, 512, 1024)
+    other = again if scheme_of(dtype) is None else again.dequantize()
+    assert not torch.equal(values, other)
+
+
+def test_layers_beyond_the_distinct_ones_are_the_same_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(synthetic, "DISTINCT_BYTES", 1 << 20)
+    pair = Pair.of("tiny")
+    assert pair.distinct == 2 and str(pair).startswith(
+        "tiny and tiny-draft, random weights, 4 layers"
+    )
+    target, draft = synthetic.write_pair(pair, tmp_path)
+    inodes = [os.stat(path).st_ino for path in sorted((target / "experts").iterdir())]
+    assert inodes[:2] == inodes[2:] and len(set(inodes)) == 2
+    on_disk = {os.stat(p).st_ino: p.stat().st_size for p in tmp_path.rglob("*") if p.is_file()}
+    assert pair.disk_bytes <= sum(on_disk.values()) < pair.disk_bytes + 200_000
+    with Pack.open(target) as pack:
+        pack.verify()
+        host = HostMap(pack, torch.device("cpu"))
+        addresses = {host.address(layer, e) for layer in range(4) for e in range(8)}
+        assert len(addresses) == 32  # each layer is mapped by itself
+        assert pack.expert_bytes(0, 5).tobytes() == pack.expert_bytes(2, 5).tobytes()
+        host.close()
+    with Engine.load(target, draft, device="cpu", slots=12, draft_tokens=2) as engine:
+        assert len(engine.generate("x", max_tokens=4).result.token_ids) == 4
+
+
+def test_the_draft_s_states_point_at_the_target_s_experts(packs):
+    with Engine.load(*packs, device="cpu", slots=16, draft_tokens=3, cutoff=4) as engine:
+        result = engine.generate("The quick brown fox", max_tokens=48).result
+    counters = result.stats.counters
+    assert counters.predicted_used > 0.9 * counters.predicted > 0
+    assert result.stats.acceptance > 0.8 and result.finish_reason == "length"
+    assert len(Counter(result.token_ids)) > 3
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"name": "gpt-5"}, "--synthetic gpt-5: one of mixtral-8x7b, tiny"),
+        ({"experts": "int3"}, "--experts int3: one of fp32, bf16, int8, int4"),
+        ({"layers": 5}, "--layers 5: tiny has 1 to 4"),
+        ({"layers": 0}, "--layers 0: tiny has 1 to 4"),
+    ],
+)
+def test_what_there_is_not_is_one_line(given, said):
+    with pytest.raises(UsageError, match=f"^{said}$"):
+        Pair.of(**({"name": "tiny"} | given))
+
+
+def test_mixtral_at_full_size_says_what_it_takes():
+    pair = Pair.of("mixtral-8x7b")
+    assert 23.9e9 < pair.expert_bytes < 24.1e9 and pair.distinct == 3
+    assert 6e9 < pair.disk_bytes < 8e9
+    assert Pair.of("mixtral-8x7b", layers=2, experts="bf16").distinct == 1
+
+
+def test_a_full_disk_and_a_cancel_leave_nothing(tmp_path, monkeypatch):
+    class Usage:
+        free = 1000
+
+    cancel = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(synthetic.shutil, "disk_usage", lambda path: Usage)
+        with (
+            pytest.raises(CapacityError, match="0.0 GB are free"),
+            synthetic.temporary_pair(Pair.of("tiny"), tmp_path),
+        ):
+            pass
+    with (
+        pytest.raises(Cancelled),
+        synthetic.temporary_pair(
+            Pair.of("tiny"), tmp_path, cancel=cancel, on_progress=lambda p: cancel.set()
+        ),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    with synthetic.temporary_pair(Pair.of("tiny"), tmp_path / "new") as (target, draft):
+        assert target.parent == draft.parent and Pack.open(target).name == "tiny"
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def forced(rate, count, start, best=None):
+    sampler = Sampler(SamplingParams(), 32, 0)
+    logits = torch.eye(32)[: count + 1]  # row i: token i
+    return ForcedAcceptance(rate)(list(range(20, 20 + count)), logits, sampler, [0] * start, best)
+
+
+def test_forced_acceptance_depends_on_the_place_alone():
+    assert forced(1, 4, 7).tokens == [20, 21, 22, 23, 4]
+    assert forced(0, 4, 7).tokens == [0] and forced(0, 0, 7).num_accepted == 0
+    assert forced(1, 2, 7, [9, 8, 7]).tokens == [20, 21, 7]
+    kept = [bool(forced(0.7, 1, place).num_accepted) for place in range(2000)]
+    assert 0.66 < sum(kept) / len(kept) < 0.74
+    for place in range(50):
+        run = next(i for i in range(9) if i == 8 or not kept[place + i])
+        assert forced(0.7, 8, place).num_accepted == run
+    with pytest.raises(UsageError, match=r"^--acceptance 1.5: 0 to 1$"):
+        ForcedAcceptance(1.5)
+
+
+def test_packs_are_written_where_they_are_asked_for(tmp_path):
+    target, draft = synthetic.write_pair(Pair.of("tiny", layers=1), Path(tmp_path))
+    assert (target.name, draft.name) == ("tiny.spmoe", "tiny-draft.spmoe")
