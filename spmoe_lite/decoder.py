@@ -78,10 +78,12 @@ class Decoder:
         self.drift = drift
         self.length = length
         self.last_cutoff = 0  # layers the last draft was allowed to prefetch for
-        self._cutoff = cutoff
+        self.cutoff = cutoff  # None: as measured
         self._critical_experts = critical_experts
         self._trace = trace
         self.graphs = graphs
+        self.verify = verify  # `bench` forces acceptance in its place
+        self.watch: OnAttention | None = None  # sees the target's states in passes of few rows
         self.usefulness = Usefulness(counters) if prefetcher is None else prefetcher.usefulness
         self._draft_full = False  # said once
         self._read_from = 0  # tokens of the prompt that were in the cache
@@ -126,7 +128,7 @@ class Decoder:
                 check(cancel)
                 rows = pending + proposal
                 logits = self._target_pass(rows, len(proposal) + 1, cancel, on_progress)
-                verdict = verify(proposal, logits, sampler, session.tokens)
+                verdict = self.verify(proposal, logits, sampler, session.tokens)
         except BaseException:
             if self.prefetcher is not None:
                 self.prefetcher.end_step(0)  # what was predicted for it is copied no more
@@ -166,7 +168,7 @@ class Decoder:
         if self.store is not None:
             self.store.found(found.trace, found.missed, found.fetched)
         check_finite(found.finite)
-        verdict = verify(found.proposal, found.logits, sampler, tokens, found.tokens)
+        verdict = self.verify(found.proposal, found.logits, sampler, tokens, found.tokens)
         if count:
             self.drift.observe(draft_token_ms=found.draft_ms / count)
         return Step(verdict, count, 1, started, typical=room > count)
@@ -245,7 +247,7 @@ class Decoder:
     def _reading(self, rows: int, on_progress: OnProgress | None) -> OnAttention | None:
         """A report at every layer of a pass that reads the prompt: paging makes such a pass long."""
         if on_progress is None or rows <= PREFILL_ROWS:
-            return None
+            return self.watch if rows <= PREFILL_ROWS else None
         before = self.session.target_kv.length - self._read_from
         total = len(self.session.tokens) - self._read_from
         layers = len(self.target.blocks)
@@ -271,8 +273,8 @@ class Decoder:
 
     def _cutoff_layer(self, num_draft_tokens: int) -> int:
         """Layers to prefetch for, as measured or as the user fixed it."""
-        if self._cutoff is not None:
-            return self._cutoff
+        if self.cutoff is not None:
+            return self.cutoff
         c, table = self.target.config, self.store.table
         resident = table.num_slots / (c.num_hidden_layers * c.num_local_experts)
         free = table.num_slots - c.num_experts_per_tok if table.shared else table.num_slots

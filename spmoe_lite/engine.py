@@ -90,6 +90,11 @@ LONG = (4096, 16384)  # tokens before a pass, from where on the context's parts 
 class Engine:
     """A target model, perhaps a draft, and the conversation they are in."""
 
+    # `bench` measures other people's policies and copies in their place
+    make_slab = staticmethod(make_slab)
+    make_store: type[ExpertStore] = ExpertStore
+    captures = True  # where steps can be
+
     def __init__(self, target: Pack, draft: Pack | None, device: torch.device):
         """Use `Engine.load`."""
         self._prefetcher: Prefetcher | None = None
@@ -550,6 +555,8 @@ class Engine:
             if store is not None and store.table.all_fit:
                 store.load_all(on_progress, cancel)
                 resident[model] = store.addresses()
+        if not self.captures:
+            return None
         (target, target_kv), store = models[0], stores[0]
         if store is not None and not store.table.all_fit:
             host, table = store.host_addresses(), store.table
@@ -608,13 +615,13 @@ class Engine:
             return Transformer(pack.config, tensors, context), None
         c, layout = pack.config, pack.expert_layout
         assert layout is not None, "a pack of a Mixture-of-Experts model has a layout"
-        slab = make_slab(slots, layout.stride, self.device)
+        slab = self.make_slab(slots, layout.stride, self.device)
         layers, experts, k = c.num_hidden_layers, c.num_local_experts, c.num_experts_per_tok
         host = None
         if self.device.type == "cuda" and slots < layers * experts:
             host = self._host_map = HostMap(pack, self.device, _pin(pin, pack), on_progress, cancel)
         table = SlotTable(slots, layers, experts, k, policy)
-        store = ExpertStore(pack, slab, table, counters, self.device, host)
+        store = self.make_store(pack, slab, table, counters, self.device, host)
         return Transformer(c, tensors, context, store, layout), store
 
     def _kv_cache(self, model: Transformer, capacity: int) -> KVCache:
