@@ -38,6 +38,7 @@ from spmoe_lite.terminal import note
 
 if TYPE_CHECKING:
     from spmoe_lite.bench import Row
+    from spmoe_lite.cutoff import Profile
 
 DEFAULT_LINK = 50.0  # GB/s: a PCIe 5 bus
 
@@ -50,24 +51,41 @@ DEFAULT_LINK = 50.0  # GB/s: a PCIe 5 bus
 def profile(
     pack: str | None, model: str | None, draft: str | None, as_json: bool, **given: Any
 ) -> None:
-    """Time copies, drafting and layers on this machine.
+    """Time the link, the layers and the draft on this machine.
 
-    The result is kept and sets how deep drafting prefetches.
+    The result is kept: it sets how deep drafting prefetches, and `plan` goes by it. Acceptance is counted
+    over three short answers.
     """
     from spmoe_lite.profile import profile as library_profile
 
     show_log()
     target, draft_path = choose(pack, model, draft, offer=False)
-    if draft_path is None:
-        raise UsageError("profile measures a pair: name its draft with --draft PACK")
     with load_pair(target, draft_path, given) as engine:
-        measured = library_profile(engine)
+        with terminal.interruptible() as cancel, terminal.ProgressDisplay() as progress:
+            measured = library_profile(engine, cancel, progress)
+        expert_bytes = engine.plan.slot_bytes
     if as_json:
         echo_json(measured.to_dict())
     else:
-        rows = [[key.replace("_", " "), f"{v:.3f}"] for key, v in measured.to_dict().items()]
-        click.echo(terminal.table(rows, right=[1]))
+        click.echo(terminal.table(_profile_rows(measured, expert_bytes), right=[1]))
     note(f"kept in {engine.profile_path}")
+
+
+def _profile_rows(measured: Profile, expert_bytes: int) -> list[list[str]]:
+    """What was measured, in plain words."""
+    expert = f"GB/s, an expert of {size(expert_bytes)} in {measured.expert_copy_ms:.3g} ms"
+    copied = "GB/s" if measured.read_gbps is not None else expert
+    rows = [["experts copied to slots", f"{measured.copy_gbps:.1f}", copied]]
+    if measured.read_gbps is not None:
+        rows.append(["experts read by the GPU", f"{measured.read_gbps:.1f}", expert])
+    rows.append(["a layer, 1 token", f"{measured.plain_layer_ms:.3f}", "ms"])
+    if measured.draft_token_ms:
+        verify = f"a layer, {measured.verify_rows} tokens at once"
+        rows.append([verify, f"{measured.target_layer_ms:.3f}", "ms"])
+        rows.append(["a draft token", f"{measured.draft_token_ms:.3f}", "ms"])
+    if measured.acceptance is not None:
+        rows.append(["draft tokens accepted", f"{measured.acceptance:.0%}", ""])
+    return rows
 
 
 @command(name="bench")

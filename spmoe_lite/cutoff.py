@@ -13,6 +13,9 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+REQUIRED = ("expert_copy_ms", "draft_token_ms", "target_layer_ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,14 @@ class Profile:
     draft_token_ms: float  # one draft pass
     target_layer_ms: float  # one target layer in a verify pass, copies aside
 
-    def to_dict(self) -> dict[str, float]:
+    # What `profile` measures beside, for `plan`; None where it has not.
+    plain_layer_ms: float | None = None  # one target layer in a pass of one row
+    verify_rows: int | None = None  # rows of the verify pass
+    copy_gbps: float | None = None  # one expert after the other to its slot, by copies
+    read_gbps: float | None = None  # the same read by a kernel, where the GPU reads host memory
+    acceptance: float | None = None  # of a draft token whose predecessors were accepted
+
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -82,8 +92,12 @@ def load_profile(path: Path) -> Profile | None:
         profile = Profile(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-    values = profile.to_dict().values()
-    sane = all(isinstance(v, int | float) and math.isfinite(v) and v >= 0 for v in values)
+    values = profile.to_dict()
+    sane = all(
+        (value is None and name not in REQUIRED)
+        or (isinstance(value, int | float) and math.isfinite(value) and value >= 0)
+        for name, value in values.items()
+    )
     return profile if sane else None
 
 

@@ -64,13 +64,14 @@ from spmoe_lite.kvcache import KVCache
 from spmoe_lite.manifest import Dtypes
 from spmoe_lite.model import Transformer
 from spmoe_lite.pack import Pack, view_weight
-from spmoe_lite.plan import KV_TYPES, ModelSize, Plan, make_plan, parse_size
+from spmoe_lite.plan import KV_TYPES, ModelSize, Plan, parse_size, plan_pair
 from spmoe_lite.predictor import ExpertPredictor
 from spmoe_lite.prefetch import Prefetcher
 from spmoe_lite.progress import OnProgress, Progress, check
 from spmoe_lite.session import Session
 from spmoe_lite.slab import make_slab
 from spmoe_lite.slots import POLICIES, SlotTable
+from spmoe_lite.speed import Costs
 from spmoe_lite.stats import Counters
 from spmoe_lite.store import ExpertStore
 from spmoe_lite.tokenizer import Tokenizer
@@ -78,7 +79,6 @@ from spmoe_lite.trace import Header, TraceWriter
 
 log = logging.getLogger("spmoe_lite")
 
-DEFAULT_CONTEXT = 8192
 DEFAULT_DRAFT_TOKENS = 4
 CODES_RATE = 0.4  # of a GPU's memory rate, in products with quantised matrices (docs/log.md)
 MAX_DRAFT_TOKENS = 31  # a verify pass of at most 32 rows
@@ -423,38 +423,25 @@ class Engine:
         pin: str | int,
     ) -> None:
         target = self._packs[0]
-        longest = target.config.max_position_embeddings
-        if ctx_size is not None and not 2 <= ctx_size <= longest:
-            raise UsageError(f"--ctx-size {ctx_size}: {target.name} takes 2 to {longest}")
-        self.ctx_size = ctx_size or min(longest, DEFAULT_CONTEXT)
-        available = available_bytes(self.device)
-        if vram == "auto":
-            share = 0.9 if self.device.type == "cuda" or slots is not None else 0.5
-            budget = int(available * share)
-        else:
-            budget = parse_size(vram, available)
-        sizes = [
-            ModelSize(
-                pack.config,
-                pack.dtypes,
-                pack.dense_sizes(),
-                0 if pack.expert_layout is None else pack.expert_layout.stride,
-            )
-            for pack in self._packs
-        ]
-        self.plan = make_plan(
+        sizes = [ModelSize.of(pack) for pack in self._packs]
+        self.plan = plan_pair(
             sizes[0],
             sizes[1] if len(sizes) > 1 else None,
+            name=target.name,
             device=str(self.device),
-            budget=budget,
-            available=available,
+            available=available_bytes(self.device),
+            vram=vram,
             slots=slots,
-            context=self.ctx_size,
-            rows=max(min(PREFILL_CHUNK, self.ctx_size), draft_tokens + 1),
-            read_rate=_read_rate(target, self.device, pin),
-            product_rates=_product_rates(self.device, target.dtypes),
+            ctx_size=ctx_size,
+            draft_tokens=draft_tokens,
+            chunk=PREFILL_CHUNK,
             kv_type=self.kv_type,
+            costs=Costs(
+                read_rate=_read_rate(target, self.device, pin),
+                product_rates=_product_rates(self.device, target.dtypes),
+            ),
         )
+        self.ctx_size = self.plan.context
 
     def _load_models(
         self,
@@ -657,13 +644,7 @@ class Engine:
         )
 
     def _profile_path(self, home: Path | None) -> Path:
-        """Where the times of this pair on this machine are kept."""
-        names = "+".join(pack.name for pack in self._packs)
-        machine = platform.node() or "machine"
-        if self.device.type == "cuda":
-            machine += "-" + torch.cuda.get_device_name(self.device)
-        safe = re.sub(r"[^A-Za-z0-9.+_-]+", "_", f"{names}@{machine}-{self.plan.slots}")
-        return (library.home() if home is None else home) / "profiles" / f"{safe}.json"
+        return profile_path([pack.name for pack in self._packs], self.device, home)
 
     @torch.inference_mode()
     def _warm_up(
@@ -727,6 +708,15 @@ class Engine:
             draft.forward([0], kv).sum().item()
             times.append((time.perf_counter() - started) * 1e3)
         return Profile(copy_ms, min(times), min(times) / len(target.blocks))
+
+
+def profile_path(packs: Sequence[str], device: torch.device, home: Path | None) -> Path:
+    """Where the times of these packs on this machine are kept."""
+    machine = platform.node() or "machine"
+    if device.type == "cuda":
+        machine += "-" + torch.cuda.get_device_name(device)
+    safe = re.sub(r"[^A-Za-z0-9.+_-]+", "_", f"{'+'.join(packs)}@{machine}")
+    return (library.home() if home is None else home) / "profiles" / f"{safe}.json"
 
 
 def _launch_merges(model: Transformer, kv: KVCache) -> None:

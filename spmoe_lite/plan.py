@@ -1,8 +1,9 @@
 """The memory plan: what goes where, decided and printed before anything is loaded.
 
-    slots = (budget - target weights - draft - both KV caches - workspace) / bytes of an expert
+    slots = (budget - target weights - draft - both KV caches - workspace - graphs) / bytes of an expert
 
-Pure arithmetic on pack headers. A plan that cannot fit is refused with the smallest change that would.
+Pure arithmetic on pack headers. Copies ahead of need land in slots of the slab, so nothing is set aside
+for them. A plan that cannot fit is refused with the smallest change that would.
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ import math
 import numbers
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from spmoe_lite.config import DTYPE_BYTES, ModelConfig, scheme_of
 from spmoe_lite.errors import CapacityError, UsageError
 from spmoe_lite.progress import size
+from spmoe_lite.speed import Costs, predict
 
 if TYPE_CHECKING:
     from spmoe_lite.manifest import Dtypes
+    from spmoe_lite.pack import Pack
 
 MIN_SLOTS = 2
+DEFAULT_CONTEXT = 8192
+GRAPH_LAYER = 1 << 20  # bytes that captured passes of a layer take on the device, from above
 KV_TYPES = ("auto", "int8")  # of KV caches; auto is the float of the model's activations
 DEQUANTISED = 8  # bytes a weight that the CPU dequantises for one product; measured: 6.3
 _UNITS = {"": 1, "B": 1, "K": 1e3, "M": 1e6, "G": 1e9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -35,6 +40,11 @@ class ModelSize:
     dtypes: Dtypes
     dense: Mapping[str, int]  # bytes by dtype
     stride: int  # bytes of one expert, 0 for a dense model
+
+    @staticmethod
+    def of(pack: Pack) -> ModelSize:
+        stride = 0 if pack.expert_layout is None else pack.expert_layout.stride
+        return ModelSize(pack.config, pack.dtypes, pack.dense_sizes(), stride)
 
     @property
     def dense_bytes(self) -> int:
@@ -58,14 +68,15 @@ class Plan:
     draft_bytes: int
     kv_bytes: int
     workspace_bytes: int
+    graph_bytes: int
     context: int
     read_rate: float  # bytes per second, pack to host
     token_seconds: float | None  # estimate without drafting
 
     @property
     def total_bytes(self) -> int:
-        fixed = self.target_bytes + self.draft_bytes + self.kv_bytes + self.workspace_bytes
-        return fixed + self.slots * self.slot_bytes
+        fixed = self.target_bytes + self.draft_bytes + self.kv_bytes
+        return fixed + self.workspace_bytes + self.graph_bytes + self.slots * self.slot_bytes
 
     def __str__(self) -> str:
         parts = []
@@ -110,6 +121,47 @@ def _without_unit(flag: str, number: float) -> UsageError:
     return UsageError(f"{flag} {number:g} is {number:g} bytes: add the unit, as in {number:g}GiB")
 
 
+def plan_pair(
+    target: ModelSize,
+    draft: ModelSize | None,
+    *,
+    name: str,
+    device: str,
+    available: int,
+    vram: str | int | float,
+    slots: int | None,
+    ctx_size: int | None,
+    draft_tokens: int,
+    chunk: int,
+    kv_type: str,
+    costs: Costs,
+) -> Plan:
+    """The plan for options as `Engine.load` takes them; `name` is the target's, for messages.
+
+    available: bytes the device has free; chunk: rows of the largest prefill pass.
+    """
+    longest = target.config.max_position_embeddings
+    if ctx_size is not None and not 2 <= ctx_size <= longest:
+        raise UsageError(f"--ctx-size {ctx_size}: {name} takes 2 to {longest}")
+    context = ctx_size or min(longest, DEFAULT_CONTEXT)
+    if vram == "auto":
+        budget = int(available * (0.9 if device != "cpu" or slots is not None else 0.5))
+    else:
+        budget = parse_size(vram, available)
+    return make_plan(
+        target,
+        draft,
+        device=device,
+        budget=budget,
+        available=available,
+        slots=slots,
+        context=context,
+        rows=max(min(chunk, context), draft_tokens + 1),
+        costs=costs,
+        kv_type=kv_type,
+    )
+
+
 def make_plan(
     target: ModelSize,
     draft: ModelSize | None,
@@ -120,61 +172,32 @@ def make_plan(
     slots: int | None,
     context: int,
     rows: int,
-    read_rate: float,
-    product_rates: Mapping[str, float],
+    costs: Costs,
     kv_type: str = "auto",
 ) -> Plan:
     """budget, and what is available at most, in bytes; rows: the largest pass.
 
-    Rates are bytes per second: from the pack, and by dtype of the weights of a single-row product.
-
     `slots` overrides what the budget would give. CapacityError if less than the minimum fits.
     """
-    kv, kv_row = _kv(target, context, kv_type), _kv(target, 1, kv_type)
-    draft_bytes = draft_kv = 0
-    if draft is not None:
-        longest = draft.config.max_position_embeddings
-        draft_kv = _kv(draft, min(context, longest), kv_type)
-        draft_bytes = draft.dense_bytes + draft.expert_count * draft.stride
-        kv += draft_kv
-        kv_row += _kv(draft, 1, kv_type) if context <= longest else 0
-    models = [model for model in (target, draft) if model is not None]
-    work = max(_workspace(model, rows) for model in models)
-    if device == "cpu":
-        work += max(_dequantised(model, context, kv_type) for model in models)
-    fixed = target.dense_bytes + draft_bytes + kv + work
     least = min(MIN_SLOTS, target.expert_count)
     if slots is not None and slots < least:
         raise CapacityError(f"--slots {slots}: at least {least} are needed")
     wanted = least if slots is None else min(slots, target.expert_count)
-    needed = fixed + wanted * target.stride
-    if needed > budget:
-        cures, missing = [], needed - budget
-        if wanted > least and fixed + least * target.stride <= budget:
-            cures.append(f"lower --slots to {(budget - fixed) // target.stride}")
-        if needed <= available:
-            cures.append(f"raise --vram to {math.ceil(needed / 1e7) / 100:.2f}GB")
-        if missing <= draft_bytes + draft_kv:
-            cures.append("leave out --draft")
-        if (shorter := context - math.ceil(missing / kv_row)) >= 2:
-            cures.append(f"lower --ctx-size to {shorter}")
-        free = (
-            f"free {size(needed - available)} on {device}, or use a smaller model or int4 (repack)"
-        )
+    asked = _Asked(target, draft, device, rows, context, kv_type, wanted)
+    if asked.total > budget:
+        free = f"free {size(asked.total - available)} on {device}"
+        free += ", or use a smaller model or int4 (repack)"
+        cures = " or ".join(_cures(asked, least, budget, available)) or free
         raise CapacityError(
-            f"{size(needed)} are needed for {wanted} expert slots, weights, draft and caches, "
-            f"{size(budget)} may be used: {' or '.join(cures) or free}"
+            f"{size(asked.total)} are needed for {wanted} expert slots, weights, draft and caches, "
+            f"{size(budget)} may be used: {cures}"
         )
     chosen = wanted
     if slots is None and target.config.is_moe:
-        chosen = min((budget - fixed) // target.stride, target.expert_count)
+        chosen = min(asked.slots_in(budget), target.expert_count)
     seconds = None
     if target.config.is_moe:
-        active = target.config.num_experts_per_tok * target.config.num_hidden_layers * target.stride
-        misses = 1 - chosen / target.expert_count
-        read = [*target.dense.items(), (target.dtypes.experts or "", active)]
-        seconds = sum(count / product_rates[dtype] for dtype, count in read)
-        seconds += misses * active / read_rate
+        seconds = predict(target, None, chosen, 0, costs).token_ms / 1e3
     return Plan(
         device=device,
         budget=budget,
@@ -182,13 +205,118 @@ def make_plan(
         expert_count=target.expert_count,
         slot_bytes=target.stride,
         target_bytes=target.dense_bytes,
-        draft_bytes=draft_bytes,
-        kv_bytes=kv,
-        workspace_bytes=work,
+        draft_bytes=asked.draft_bytes,
+        kv_bytes=asked.kv_bytes,
+        workspace_bytes=asked.workspace_bytes,
+        graph_bytes=asked.graph_bytes,
         context=context,
-        read_rate=read_rate,
+        read_rate=costs.read_rate,
         token_seconds=seconds,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is to be held at once, and its bytes."""
+
+    target: ModelSize
+    draft: ModelSize | None
+    device: str
+    rows: int
+    context: int
+    kv_type: str
+    slots: int
+
+    @property
+    def models(self) -> list[ModelSize]:
+        return [model for model in (self.target, self.draft) if model is not None]
+
+    @property
+    def draft_bytes(self) -> int:
+        draft = self.draft
+        return 0 if draft is None else draft.dense_bytes + draft.expert_count * draft.stride
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of both caches; the draft's ends where the draft's context does."""
+        kv = _kv(self.target, self.context, self.kv_type)
+        if self.draft is not None:
+            longest = self.draft.config.max_position_embeddings
+            kv += _kv(self.draft, min(self.context, longest), self.kv_type)
+        return kv
+
+    @property
+    def workspace_bytes(self) -> int:
+        work = max(_workspace(model, self.rows) for model in self.models)
+        if self.device == "cpu":
+            work += max(_dequantised(model, self.context, self.kv_type) for model in self.models)
+        return work
+
+    @property
+    def graph_bytes(self) -> int:
+        if self.device == "cpu":
+            return 0
+        return GRAPH_LAYER * sum(model.config.num_hidden_layers for model in self.models)
+
+    @property
+    def fixed(self) -> int:
+        """All but the slots."""
+        fixed = self.target.dense_bytes + self.draft_bytes + self.kv_bytes
+        return fixed + self.workspace_bytes + self.graph_bytes
+
+    @property
+    def total(self) -> int:
+        return self.fixed + self.slots * self.target.stride
+
+    def slots_in(self, budget: int) -> int:
+        return (budget - self.fixed) // self.target.stride
+
+    def longest_in(self, budget: int) -> int:
+        """The longest context, up to what was asked, that fits; below 2 there is none."""
+        low, high = 1, self.context
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = replace(self, context=middle).total <= budget
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+
+def _cures(asked: _Asked, least: int, budget: int, available: int) -> list[str]:
+    """Each single change that makes it fit; where there is none, the first few that do together."""
+    cures = []
+    fewer, coded = replace(asked, slots=least), replace(asked, kv_type="int8")
+    if asked.slots > least and fewer.total <= budget:
+        cures.append(f"lower --slots to {asked.slots_in(budget)}")
+    if asked.total <= available:
+        cures.append(f"raise --vram to {math.ceil(asked.total / 1e7) / 100:.2f}GB")
+    if asked.kv_type != "int8" and coded.total <= budget:
+        cures.append("use --kv-type int8")
+    if asked.draft is not None and replace(asked, draft=None).total <= budget:
+        cures.append("leave out --draft")
+    if (context := asked.longest_in(budget)) >= 2:
+        cures.append(f"lower --ctx-size to {context}")
+    if cures:
+        return cures
+    without = replace(asked, draft=None)
+    for less in (coded, without, replace(without, kv_type="int8")):
+        for few in (less, replace(less, slots=least)):
+            if (context := few.longest_in(budget)) >= 2:
+                return [_changes(asked, replace(few, context=context), budget)]
+    return []
+
+
+def _changes(asked: _Asked, less: _Asked, budget: int) -> str:
+    """The difference of two, as a person would type it."""
+    words = []
+    if less.draft is not asked.draft:
+        words.append("leave out --draft")
+    if less.kv_type != asked.kv_type:
+        words.append("use --kv-type int8")
+    if less.slots < asked.slots:
+        words.append(f"lower --slots to {min(less.slots_in(budget), asked.slots)}")
+    if less.context < asked.context:
+        words.append(f"lower --ctx-size to {less.context}")
+    return " and ".join(words)
 
 
 def _kv(size: ModelSize, context: int, kv_type: str) -> int:

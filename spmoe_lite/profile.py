@@ -1,14 +1,22 @@
-"""Measure what the cutoff policy needs on this machine, for this pair, and keep it.
+"""Measure what the cutoff policy and `plan` need on this machine, for these packs, and keep it.
 
-Three times in milliseconds: one expert from the pack to its slot, one draft pass, and one target layer of
-a verify pass without its copies. `Engine.load` starts from the stored profile and corrects it with every
-step; without one it starts from a rougher guess.
+    link      experts, one after the other, to a slot by copies; and read by the expert kernel, where the
+              GPU reads host memory by itself: what a miss costs
+    layer     a target layer of a pass of one row and of a verify pass, without waiting for experts
+    draft     one draft token
+    accepted  the share of draft tokens that the target keeps, over three short answers
+
+Passes are timed as the engine runs them, captured or driven by the host. Each round repeats the same
+tokens, so that their experts are in slots as far as there are slots; what still misses is taken off at the
+price of the link. `Engine.load` starts from the stored profile and corrects it with every step; without one
+it starts from a rougher guess.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
+import threading
 import time
 from collections.abc import Callable
 
@@ -16,37 +24,85 @@ import numpy as np
 import torch
 
 from spmoe_lite.cutoff import Profile, save_profile
-from spmoe_lite.device import bus_rate
+from spmoe_lite.device import current, synchronize
 from spmoe_lite.engine import Engine
 from spmoe_lite.errors import UsageError
+from spmoe_lite.kernels.expert_gemm import expert_down, expert_up, new_partial
+from spmoe_lite.progress import OnProgress, Progress, check
+from spmoe_lite.prompts import PROMPTS
+from spmoe_lite.slab import make_slab
+from spmoe_lite.speed import acceptance
 
 ROUNDS = 7
 PROMPT_TOKENS = 64  # context in which a pass is timed
+ANSWER_TOKENS = 32  # of each answer in which acceptance is counted
+STAGES = 4
 
 
-def profile(engine: Engine) -> Profile:
-    """Measure, store for the next `Engine.load` of the pair, and use at once.
+def profile(
+    engine: Engine,
+    cancel: threading.Event | None = None,
+    on_progress: OnProgress | None = None,
+) -> Profile:
+    """Measure, store for the next `Engine.load` of these packs, and use at once.
 
-    UsageError for a dense target, which has no experts to prefetch, or without a draft.
+    UsageError for a dense target, which has no experts to page. Without a draft its times are 0 and the
+    verify pass has one row. Raises `Cancelled` between two measurements.
     """
     decoder = engine.decoder
-    if decoder.store is None or decoder.draft is None:
-        raise UsageError("profile needs a Mixture-of-Experts target and --draft")
-    rows = min(decoder.length.most + 1, engine.ctx_size - 1)
-    with torch.inference_mode():
-        if decoder.graphs is not None:  # the device reads page-locked memory by itself
-            copy = engine.plan.slot_bytes / bus_rate(engine.device) * 1e3
+    if decoder.store is None:
+        raise UsageError(f"profile needs experts: {engine.target_pack.name} is a dense model")
+
+    def begin(stage: int) -> None:
+        check(cancel)
+        if on_progress is not None:
+            on_progress(Progress("profile", stage, STAGES, "measurements"))
+
+    begin(0)
+    accepted = _acceptance(engine, cancel)  # first, as it is the conversation that comes and goes
+    with torch.inference_mode(), current(engine.device):
+        begin(1)
+        stride = engine.plan.slot_bytes
+        copy_ms = _median_ms(_copier(engine))
+        reader = _reader(engine)
+        read_ms = None if reader is None else _median_ms(reader)
+        miss_ms = copy_ms if read_ms is None else read_ms
+        begin(2)
+        if decoder.graphs is not None:
+            plain, verify, rows, draft = _captured_passes(engine, miss_ms)
         else:
-            copy = _median_ms(_copier(engine))
-        draft = _median_ms(_passer(engine, draft=True, rows=1))
-        layers = len(decoder.target.blocks)
-        verify = _median_ms(_passer(engine, draft=False, rows=rows)) / layers
+            rows = 1
+            if decoder.draft is not None:
+                rows = min(decoder.length.most + 1, engine.ctx_size - 1)
+            plain = _median_ms(_passer(engine, draft=False, rows=1, miss_ms=miss_ms))
+            verify = plain
+            if rows > 1:
+                verify = _median_ms(_passer(engine, draft=False, rows=rows, miss_ms=miss_ms))
+            begin(3)
+            draft = 0.0
+            if decoder.draft is not None:
+                draft = _median_ms(_passer(engine, draft=True, rows=1, miss_ms=0.0))
     for kv in (decoder.session.target_kv, decoder.session.draft_kv):
-        kv.truncate(0)  # the timed passes were nobody's conversation
-    measured = Profile(expert_copy_ms=copy, draft_token_ms=draft, target_layer_ms=verify)
+        if kv is not None:
+            kv.truncate(0)  # the timed passes were nobody's conversation
+    layers = len(decoder.target.blocks)
+    measured = Profile(
+        expert_copy_ms=miss_ms,
+        draft_token_ms=draft,
+        target_layer_ms=verify / layers,
+        plain_layer_ms=plain / layers,
+        verify_rows=rows,
+        copy_gbps=_gbps(stride, copy_ms),
+        read_gbps=None if read_ms is None else _gbps(stride, read_ms),
+        acceptance=accepted,
+    )
     decoder.drift.profile = measured
     save_profile(engine.profile_path, measured)
     return measured
+
+
+def _gbps(count: int, milliseconds: float) -> float:
+    return count / max(milliseconds, 1e-6) / 1e6
 
 
 def _median_ms(once: Callable[[], float]) -> float:
@@ -60,37 +116,140 @@ def _median_ms(once: Callable[[], float]) -> float:
     return max(0.0, statistics.median(times))
 
 
+# --- the link
+
+
 def _copier(engine: Engine) -> Callable[[], float]:
-    """One expert from the pack into host memory, and on to the device if there is one."""
-    pack = engine.target_pack
-    out = np.empty(engine.plan.slot_bytes, dtype=np.uint8)
-    on_device = torch.empty(len(out), dtype=torch.uint8, device=engine.device)
+    """One expert to a slot of its own, as a host-driven miss goes; another layer's each time."""
+    pack, device = engine.target_pack, engine.device
+    slab = make_slab(1, engine.plan.slot_bytes, device)
+    addresses = engine.decoder.store.host_addresses()
     turns = itertools.cycle(range(pack.config.num_hidden_layers))
 
     def once() -> float:
-        pack.read_expert(next(turns), 0, out)
-        if on_device.is_cuda:
-            on_device.copy_(torch.from_numpy(out))
-            torch.cuda.synchronize(engine.device)
+        layer = next(turns)
+
+        def read(out: np.ndarray, offset: int) -> None:
+            pack.read_expert(layer, 0, out, offset)
+
+        if addresses is None:
+            slab.fill(0, read)
+        else:
+            slab.fill_from(0, int(addresses[layer, 0]))
+        synchronize(device)
         return 0.0
 
     return once
 
 
-def _passer(engine: Engine, *, draft: bool, rows: int) -> Callable[[], float]:
-    """One pass of `rows` tokens after a short context; returns the time it waited for experts."""
-    decoder = engine.decoder
+def _reader(engine: Engine) -> Callable[[], float] | None:
+    """k experts of every layer multiplied from host memory; milliseconds beyond the share of one."""
+    decoder, layout = engine.decoder, engine.target_pack.expert_layout
+    addresses = decoder.store.host_addresses()
+    if addresses is None or engine.device.type != "cuda":
+        return None
+    k = decoder.target.config.num_experts_per_tok
+    x = decoder.target.norm.new_zeros(1, layout.hidden_size)
+    experts = torch.arange(k, dtype=torch.int32, device=engine.device)[None]
+    hidden = x.new_empty(1, k, layout.intermediate_size)
+    uses = []
+    for row in addresses[:, :k]:
+        use = torch.stack((torch.arange(k), row, torch.zeros_like(row)), dim=1)
+        uses.append(use.to(engine.device))  # one by one: aligned as an engine's
+
+    def once() -> float:
+        started = time.perf_counter()
+        for use in uses:
+            expert_up(x, experts, use, layout, out=hidden)
+            expert_down(hidden, experts, use, layout, out=new_partial(x, experts, layout))
+        synchronize(engine.device)
+        return (time.perf_counter() - started) * 1e3 * (1 - 1 / (k * len(uses)))
+
+    return once
+
+
+# --- passes
+
+
+def _context(engine: Engine, room: int) -> list[int]:
+    """Tokens before a timed pass of `room` tokens."""
+    tokens = min(97, engine.num_tokens)
+    return [i % tokens for i in range(max(1, min(PROMPT_TOKENS, room)))]
+
+
+def _passer(engine: Engine, *, draft: bool, rows: int, miss_ms: float) -> Callable[[], float]:
+    """One pass of `rows` tokens, driven by the host; returns the time it waited for experts."""
+    decoder, counters = engine.decoder, engine.counters
     model = decoder.draft if draft else decoder.target
     kv = decoder.session.draft_kv if draft else decoder.session.target_kv
     decoder.session.start([0])
-    tokens = min(97, model.config.vocab_size)
-    context = [i % tokens for i in range(min(PROMPT_TOKENS, kv.capacity - rows))]
+    context = _context(engine, kv.capacity - rows)
+    if len(context) + rows > kv.capacity:
+        context = context[: kv.capacity - rows]
     model.forward(context, kv)
 
     def once() -> float:
-        stalled = engine.counters.stall_seconds
+        before = counters.copy()
         kv.truncate(len(context))
-        model.forward([i % tokens for i in range(rows)], kv).sum().item()
-        return (engine.counters.stall_seconds - stalled) * 1e3
+        model.forward([i % engine.num_tokens for i in range(rows)], kv).sum().item()
+        seen = counters.since(before)
+        waited = seen.stall_seconds * 1e3
+        if engine.device.type == "cuda":  # there the host orders copies and goes on
+            waited = max(waited, seen.loads * miss_ms)
+        return waited
 
     return once
+
+
+def _captured_passes(engine: Engine, miss_ms: float) -> tuple[float, float, int, float]:
+    """Milliseconds of a plain pass, of a verify pass, its rows, and milliseconds of a draft token."""
+    decoder, graphs = engine.decoder, engine.decoder.graphs
+    session, store = decoder.session, decoder.store
+    graphs.leave(store)
+    session.start([0])
+    room = session.target_kv.capacity - graphs.most
+    if graphs.most:
+        room = min(room, session.draft_kv.capacity - graphs.most)
+    tokens = _context(engine, room)
+    if len(tokens) < 2 or len(tokens) > room:  # a context too short to draft in
+        raise UsageError(f"--ctx-size {engine.ctx_size}: profile needs {graphs.most + 3} or more")
+    decoder.target.forward(tokens[:-1], session.target_kv)
+    if graphs.most:
+        decoder.draft.forward(tokens[:-2] or tokens[:1], session.draft_kv)
+    times: dict[int, list[float]] = {}
+    drafts = []
+    graphs.enter(store)
+    try:
+        for count in sorted({0, graphs.most}):
+            for _ in range(ROUNDS + 1):
+                found = graphs.step(tokens, count, 0, None, None)
+                missed = 0 if found.missed is None else int(found.missed.sum())
+                times.setdefault(count + 1, []).append(found.verify_ms - missed * miss_ms)
+                if count:
+                    drafts.append(found.draft_ms / count)
+    finally:
+        graphs.leave(store)
+    median = {rows: max(0.0, statistics.median(t[1:])) for rows, t in times.items()}
+    rows = graphs.most + 1
+    return median[1], median[rows], rows, statistics.median(drafts[1:]) if drafts else 0.0
+
+
+# --- acceptance
+
+
+def _acceptance(engine: Engine, cancel: threading.Event | None) -> float | None:
+    """Of draft tokens over three short answers with the model's own sampling; None where none is drafted."""
+    if engine.decoder.draft is None:
+        return None
+    before = engine.counters.copy()
+    for prompt in PROMPTS[::2]:
+        if engine.template is not None:
+            tokens = engine.template.encode([{"role": "user", "content": prompt}])
+        else:
+            tokens = engine.tokenizer.encode(prompt)
+        if len(tokens) < engine.ctx_size:
+            answer = engine.generate(tokens, max_tokens=ANSWER_TOKENS, cancel=cancel)
+            answer.result  # noqa: B018
+        check(cancel)
+    seen, most = engine.counters.since(before), engine.decoder.length.most
+    return acceptance(seen.accepted / seen.drafted * most, most) if seen.drafted else None

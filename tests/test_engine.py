@@ -793,24 +793,6 @@ def test_kind_i_o26_the_plan_counts_the_draft_and_is_what_is_used(packs, kv_type
         assert engine.plan.slots == 5
 
 
-def test_profile_is_measured_kept_and_used(packs):
-    from spmoe_lite.cutoff import load_profile
-    from spmoe_lite.profile import profile
-
-    with Engine.load(*packs, device="cpu", slots=6) as engine:
-        measured = profile(engine)
-        assert min(measured.to_dict().values()) > 0
-        assert load_profile(engine.profile_path) == measured
-        first = engine.generate([0, 5, 6], max_tokens=8).result.token_ids
-    with Engine.load(*packs, device="cpu", slots=6) as engine:
-        assert engine.decoder.drift.profile == measured
-        assert engine.generate([0, 5, 6], max_tokens=8).result.token_ids == first
-    with Engine.load(*packs, device="cpu", slots=6, ctx_size=2, draft_tokens=31) as engine:
-        profile(engine)  # of passes that fit
-    with Engine.load(packs[0], device="cpu") as engine, pytest.raises(UsageError, match="draft"):
-        profile(engine)
-
-
 def test_redirected_output_is_not_needed(packs):
     sys_stdout, sys.stdout = sys.stdout, io.StringIO()
     try:

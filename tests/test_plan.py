@@ -10,6 +10,7 @@ from spmoe_lite.config import ModelConfig, Rope
 from spmoe_lite.errors import CapacityError, UsageError
 from spmoe_lite.manifest import Dtypes
 from spmoe_lite.plan import ModelSize, make_plan, parse_size
+from spmoe_lite.speed import Costs
 
 
 @pytest.mark.parametrize(
@@ -95,16 +96,15 @@ def test_kind_i_o26_every_single_advice_of_a_refusal_works(
     target, draft, budget, slots, context, more, kv_type
 ):
     def plan(**changes):
-        asked = {"budget": budget, "slots": slots, "context": context, "draft": draft} | changes
+        asked = {"budget": budget, "slots": slots, "context": context, "draft": draft}
+        asked |= {"kv_type": kv_type} | changes
         got = make_plan(
             target,
             asked.pop("draft"),
             device="cpu",
             available=budget + more,
-            rows=max(5, min(512, asked["context"])),
-            read_rate=1e9,
-            product_rates=dict.fromkeys(("fp16", *QUANTISED), 1e10),
-            kv_type=kv_type,
+            rows=max(5, min(512, context)),
+            costs=Costs(1e9, dict.fromkeys(("fp16", *QUANTISED), 1e10)),
             **asked,
         )
         assert got.total_bytes <= got.budget
@@ -116,24 +116,52 @@ def test_kind_i_o26_every_single_advice_of_a_refusal_works(
     except CapacityError as error:
         text = str(error)
         assert "\n" not in text
-        if found := re.search(r"--vram to (\S+GB)", text):
-            plan(budget=parse_size(found[1], budget + more))
-        if found := re.search(r"--slots to (\d+)", text):
-            plan(slots=int(found[1]))
-            with pytest.raises(CapacityError):
-                plan(slots=int(found[1]) + 1)
-        if found := re.search(r"--ctx-size to (\d+)", text):
-            plan(context=int(found[1]))
-        if "leave out --draft" in text:
-            plan(draft=None)
-        assert ("raise --vram" in text) != ("free " in text) or "lower" in text or "leave" in text
+        changes = [
+            changes_of(advice, budget + more) for advice in text.split(": ")[1].split(" or ")
+        ]
+        if "free " in text:
+            assert changes[0] == {} and budget < 10**8
+            return
+        for change in changes:
+            assert change, text
+            plan(**change)
+            if list(change) in (["slots"], ["context"]):  # the smallest one
+                ((name, value),) = change.items()
+                with pytest.raises(CapacityError):
+                    plan(**{name: value + 1})
 
 
-def plan_of(target, device="cuda", slots=4, kv_type="auto", **rates):
+def changes_of(advice, whole):
+    """What to type, as arguments of `make_plan`."""
+    change = {}
+    for words in advice.split(" and "):
+        if found := re.search(r"raise --vram to (\S+GB)", words):
+            change["budget"] = parse_size(found[1], whole)
+        if found := re.search(r"lower --slots to (\d+)", words):
+            change["slots"] = int(found[1])
+        if found := re.search(r"lower --ctx-size to (\d+)", words):
+            change["context"] = int(found[1])
+        if "leave out --draft" in words:
+            change["draft"] = None
+        if "use --kv-type int8" in words:
+            change["kv_type"] = "int8"
+    return change
+
+
+def test_changes_are_given_together_where_none_is_enough():
+    target, draft = model(2, 8, 3), model(2, 0, 3)
+    six_less = plan_of(target, slots=8).total_bytes - 6 * target.stride
+    with pytest.raises(CapacityError, match="leave out --draft and lower --slots to 2"):
+        plan_of(target, draft=draft, slots=8, budget=six_less)
+
+
+def plan_of(
+    target, device="cuda", slots=4, kv_type="auto", draft=None, budget=10**12, **rates
+):  # fmt: skip
     rates = dict.fromkeys(("fp16", *QUANTISED), 1e10) | rates
     return make_plan(
-        target, None, device=device, budget=10**12, available=10**12, slots=slots, context=100,
-        rows=8, read_rate=1e9, product_rates=rates, kv_type=kv_type,
+        target, draft, device=device, budget=budget, available=budget, slots=slots, context=100,
+        rows=8, costs=Costs(1e9, rates), kv_type=kv_type,
     )  # fmt: skip
 
 

@@ -1,0 +1,138 @@
+"""How long a token takes: with a draft, without one, for a number of slots. Arithmetic, no clock.
+
+A step drafts K tokens, verifies T = K + 1 positions in one pass and writes E[T] tokens on average:
+
+    E[T]        = (1 - a^T) / (1 - a)         at acceptance a (Leviathan et al. 2023, arXiv 2211.17192, eq. 1)
+    ms / token  = (K t_draft + t_pass(T) + copies t_copy - hidden) / E[T]
+    copies      = layers x `expected_copies` of T tokens: an LRU in each layer, uniform routing
+    hidden      = the copies ahead that `cutoff_layer` allows, times the chance that the slot they took is
+                  not wanted by the same step (docs/log.md, captured steps)
+
+Times are those of a `Profile` where it has them, else the bytes a pass reads over the rate at which the
+device reads them. Uniform routing is the hard case: where texts prefer some experts, all is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from spmoe_lite.cutoff import Profile, cutoff_layer, expected_copies
+
+if TYPE_CHECKING:
+    from spmoe_lite.plan import ModelSize
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What the parts of a step cost; seconds and rates in bytes per second."""
+
+    read_rate: float  # of a missing expert
+    product_rates: Mapping[str, float]  # of weights in a single-row product, by dtype
+    profile: Profile | None = None  # measured on this machine for these packs
+    acceptance: float = 0.0
+    layers_ahead: int = 0  # that copies ahead of need may reach
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """One step, in milliseconds, and what it gives."""
+
+    draft_tokens: int
+    slots: int
+    drafting_ms: float
+    pass_ms: float
+    copies: float  # experts that the pass misses
+    copy_ms: float  # of all of them
+    hidden_ms: float  # of it, done while drafting
+    tokens: float  # written by a step
+
+    @property
+    def step_ms(self) -> float:
+        return self.drafting_ms + self.pass_ms + self.copy_ms - self.hidden_ms
+
+    @property
+    def token_ms(self) -> float:
+        return self.step_ms / self.tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"token_ms": self.token_ms}
+
+
+def predict(
+    target: ModelSize, draft: ModelSize | None, slots: int, draft_tokens: int, costs: Costs
+) -> Speed:
+    """A step of `target` with `slots` of its experts in slots, and `draft_tokens` drafts."""
+    c, profile = target.config, costs.profile
+    drafts = draft_tokens if draft is not None else 0
+    rows, layers, experts = drafts + 1, c.num_hidden_layers, c.num_local_experts
+    resident = slots / target.expert_count if target.expert_count else 1.0
+    copy_ms = target.stride / costs.read_rate * 1e3
+    if profile is not None and profile.plain_layer_ms is not None:
+        pass_ms = layers * _layer_ms(profile, rows)
+    else:
+        pass_ms = read_seconds(target, rows, costs.product_rates) * 1e3
+    token_ms = 0.0
+    if drafts and draft is not None:
+        token_ms = read_seconds(draft, 1, costs.product_rates) * 1e3
+        if profile is not None and profile.draft_token_ms:
+            token_ms = profile.draft_token_ms
+    copies = hidden = 0.0
+    if experts and resident < 1:
+        k = c.num_experts_per_tok
+        copies = layers * expected_copies(experts, k, rows, resident)
+        ahead = expected_copies(experts, k, drafts, resident)
+        times = Profile(copy_ms, token_ms, pass_ms / layers)
+        reach = cutoff_layer(
+            times,
+            num_layers=min(layers, costs.layers_ahead),
+            num_draft_tokens=drafts,
+            copies_per_layer=ahead,
+            free_slots=slots,
+        )
+        wanted = expected_copies(experts, k, rows, 0.0) / experts  # of an expert, by the pass
+        hidden = reach * ahead * copy_ms * (1 - wanted)
+    return Speed(
+        draft_tokens=drafts,
+        slots=slots,
+        drafting_ms=drafts * token_ms,
+        pass_ms=pass_ms,
+        copies=copies,
+        copy_ms=copies * copy_ms,
+        hidden_ms=hidden,
+        tokens=1 + mean_accepted(costs.acceptance, drafts),
+    )
+
+
+def read_seconds(model: ModelSize, rows: int, product_rates: Mapping[str, float]) -> float:
+    """Seconds to read the weights that a pass of `rows` tokens multiplies, all of them on the device."""
+    c = model.config
+    read = list(model.dense.items())
+    if c.is_moe:
+        union = expected_copies(c.num_local_experts, c.num_experts_per_tok, rows, 0.0)
+        read.append((model.dtypes.experts or "", union * c.num_hidden_layers * model.stride))
+    return sum(count / product_rates[dtype] for dtype, count in read)
+
+
+def mean_accepted(acceptance: float, most: int) -> float:
+    """Draft tokens kept of `most`, on average: a + a^2 + ... ."""
+    return sum(acceptance**i for i in range(1, most + 1))
+
+
+def acceptance(mean: float, most: int) -> float:
+    """The per-token acceptance at which `mean` of `most` draft tokens are kept; by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean_accepted(middle, most) < mean else (low, middle)
+    return (low + high) / 2
+
+
+def _layer_ms(profile: Profile, rows: int) -> float:
+    """Of a pass of `rows`, on the line through the two that were measured."""
+    plain, verify = profile.plain_layer_ms, profile.target_layer_ms
+    assert plain is not None
+    if rows == 1 or not profile.verify_rows or profile.verify_rows == 1:
+        return plain
+    return plain + max(0.0, verify - plain) * (rows - 1) / (profile.verify_rows - 1)
