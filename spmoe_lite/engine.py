@@ -166,7 +166,7 @@ class Engine:
             raise UsageError(f"--policy {policy}: one of {', '.join(POLICIES)}")
         if kv_type not in KV_TYPES:
             raise UsageError(f"--kv-type {kv_type}: one of {', '.join(KV_TYPES)}")
-        length = _draft_length(draft_tokens)
+        length = draft_length(draft_tokens)
         for flag, number in {"--slots": slots, "--ctx-size": ctx_size, "--cutoff": cutoff}.items():
             if number is not None and (
                 isinstance(number, bool) or not isinstance(number, Integral)
@@ -438,7 +438,7 @@ class Engine:
             kv_type=self.kv_type,
             costs=Costs(
                 read_rate=_read_rate(target, self.device, pin),
-                product_rates=_product_rates(self.device, target.dtypes),
+                product_rates=product_rates(self.device, target.dtypes),
             ),
         )
         self.ctx_size = self.plan.context
@@ -606,7 +606,9 @@ class Engine:
         layers, experts, k = c.num_hidden_layers, c.num_local_experts, c.num_experts_per_tok
         host = None
         if self.device.type == "cuda" and slots < layers * experts:
-            host = self._host_map = HostMap(pack, self.device, _pin(pin, pack), on_progress, cancel)
+            host = self._host_map = HostMap(
+                pack, self.device, pin_bytes(pin, pack), on_progress, cancel
+            )
         table = SlotTable(slots, layers, experts, k, policy)
         store = self.make_store(pack, slab, table, counters, self.device, host)
         return Transformer(c, tensors, context, store, layout), store
@@ -744,7 +746,7 @@ def _launch_tiles(model: Transformer) -> None:
         expert_down(hidden, experts, use, layout, out=out)
 
 
-def _pin(pin: str | int, pack: Pack) -> Literal["all", "none"] | int:
+def pin_bytes(pin: str | int, pack: Pack) -> Literal["all", "none"] | int:
     """What `HostMap` may page-lock."""
     available = available_bytes(torch.device("cpu"))
     if pin == "auto":
@@ -762,7 +764,7 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
         raise UsageError(f"a prompt is a text or a sequence of token ids: {error}") from None
 
 
-def _draft_length(draft_tokens: int | str) -> DraftLength:
+def draft_length(draft_tokens: int | str) -> DraftLength:
     if draft_tokens == "auto":
         return DraftLength(DEFAULT_DRAFT_TOKENS, adapt=True)
     if not isinstance(draft_tokens, int) or not 0 <= draft_tokens <= MAX_DRAFT_TOKENS:
@@ -782,7 +784,7 @@ def _default_sampling(folder: Path) -> SamplingParams:
         raise DamagedError(f"{path}: {error}; convert again, or delete the file") from error
 
 
-def _product_rates(device: torch.device, dtypes: Dtypes) -> dict[str, float]:
+def product_rates(device: torch.device, dtypes: Dtypes) -> dict[str, float]:
     """Bytes of weights per second in a single-row product, by dtype."""
     plain, rates = memory_rate(device), {}
     for dtype in {dtypes.dense, dtypes.linear, dtypes.embed, dtypes.experts or dtypes.dense}:
@@ -808,7 +810,7 @@ def _read_rate(pack: Pack, device: torch.device, pin: str | int) -> float:
     if pack.expert_layout is None:
         return 1e9
     if device.type == "cuda":
-        pinned = _pin(pin, pack)
+        pinned = pin_bytes(pin, pack)
         if pinned == "all" or (
             pinned != "none" and pinned >= pack.expert_count() * pack.expert_layout.stride
         ):

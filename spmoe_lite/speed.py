@@ -108,7 +108,7 @@ def predict(
 def read_seconds(model: ModelSize, rows: int, product_rates: Mapping[str, float]) -> float:
     """Seconds to read the weights that a pass of `rows` tokens multiplies, all of them on the device."""
     c = model.config
-    read = list(model.dense.items())
+    read: list[tuple[str, float]] = list(model.dense.items())
     if c.is_moe:
         union = expected_copies(c.num_local_experts, c.num_experts_per_tok, rows, 0.0)
         read.append((model.dtypes.experts or "", union * c.num_hidden_layers * model.stride))
