@@ -8,11 +8,15 @@
 Without a draft, at the end of the context, past the draft's context and for the first pass over a prompt,
 N is 0 and the same code is a plain step. A prompt is fed in chunks; everything that changes the
 conversation, recency and statistics happens in `commit`, when it is known which tokens are kept.
+
+Captured steps (`graphs.py`) that are short are enqueued one ahead: the GPU runs the next one while the
+host reads this one and its text is taken. The next answer begins by forgetting a step that nobody read.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -23,9 +27,9 @@ import torch
 from spmoe_lite.cutoff import Drift, cutoff_layer, expected_copies
 from spmoe_lite.device import current
 from spmoe_lite.drafting import DraftLength
-from spmoe_lite.graphs import StepGraphs
+from spmoe_lite.graphs import Found, StepGraphs
 from spmoe_lite.model import OnAttention, Transformer
-from spmoe_lite.prefetch import Prefetcher, Usefulness
+from spmoe_lite.prefetch import Prefetcher, Usefulness, count_recall
 from spmoe_lite.progress import OnProgress, Progress, check
 from spmoe_lite.sampling import Sampler, check_finite
 from spmoe_lite.session import Session
@@ -37,6 +41,7 @@ from spmoe_lite.verifier import Verdict, verify
 log = logging.getLogger("spmoe_lite")
 
 PREFILL_CHUNK = 512  # rows of one prefill pass
+AHEAD_MS = 20.0  # in longer steps the host's part is lost, and one too many would be felt
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,7 @@ class Step:
     verdict: Verdict
     num_drafted: int
     num_pending: int  # rows of the pass before the first draft token
-    started: float  # perf_counter
+    started: float  # perf_counter; later by what was enqueued ahead
     typical: bool  # neither model read more than its newest tokens: its time may be compared
 
 
@@ -84,8 +89,12 @@ class Decoder:
         self.graphs = graphs
         self.verify = verify  # `bench` forces acceptance in its place
         self.watch: OnAttention | None = None  # sees the target's states in passes of few rows
-        self.usefulness = Usefulness(counters) if prefetcher is None else prefetcher.usefulness
+        self.usefulness = Usefulness(counters, late_helps=False)
+        if prefetcher is not None:
+            self.usefulness = prefetcher.usefulness
         self._draft_full = False  # said once
+        self._step_ms = math.inf  # of the last captured step, on the GPU
+        self._predictions: list[tuple[int, int, list[int]]] = []  # of that step
         self._read_from = 0  # tokens of the prompt that were in the cache
 
     @torch.inference_mode()
@@ -93,6 +102,8 @@ class Decoder:
         self, cancel: threading.Event | None = None, on_progress: OnProgress | None = None
     ) -> None:
         """Feed the prompt to the target in chunks, but for its last one, which `step` takes."""
+        if self.graphs is not None and self.graphs.ahead is not None:
+            self.graphs.leave(self.store)
         kv, tokens = self.session.target_kv, self.session.tokens
         self._read_from = kv.length
         with current(self.target.device):
@@ -114,8 +125,10 @@ class Decoder:
         session = self.session
         pending = session.pending(session.target_kv)
         if self.graphs is not None and len(pending) == 1:
-            drafted = self.graphs.most if self.length.next() and room > 1 else 0
-            if self._fits(drafted):
+            drafted = self._to_draft(room)
+            if self.graphs.ahead is not None:
+                drafted, _ = self.graphs.ahead
+            if self._fits(len(session.tokens), drafted):
                 with current(self.target.device):
                     return self._graph_step(drafted, sampler, room, cancel)
         count = min(self.length.next(), room - 1) if len(pending) == 1 else 0
@@ -131,13 +144,16 @@ class Decoder:
                 verdict = self.verify(proposal, logits, sampler, session.tokens)
         except BaseException:
             if self.prefetcher is not None:
-                self.prefetcher.end_step(0)  # what was predicted for it is copied no more
+                self.prefetcher.end_step()  # what was predicted for it is copied no more
             raise
         return Step(verdict, len(proposal), len(pending), started, typical)
 
-    def _fits(self, count: int) -> bool:
-        """Whether a step of `count` drafts stays within both caches."""
-        known = len(self.session.tokens)
+    def _to_draft(self, room: int) -> int:
+        """Drafts of a captured step: all or none."""
+        return self.graphs.most if self.length.next() and room > 1 else 0
+
+    def _fits(self, known: int, count: int) -> bool:
+        """Whether a step of `count` drafts after `known` tokens stays within both caches."""
         if count and (known < 2 or known + count - 1 > self.session.draft_kv.capacity):
             return False
         return known + count <= self.session.target_kv.capacity
@@ -147,31 +163,57 @@ class Decoder:
     ) -> Step:
         """The same by captured passes: the host waits once, at the end."""
         session, graphs, tokens = self.session, self.graphs, self.session.tokens
-        started, known, cutoff = time.perf_counter(), len(tokens), 0
-        if count:
+        check(cancel)
+        started, known, cutoff = time.perf_counter(), len(tokens), self._graph_cutoff(count)
+        under_way = graphs.ahead
+        if count and under_way is None:
             kv = session.draft_kv
             while kv.length < known - 2:  # the prompt, or what plain steps have written
                 check(cancel)
                 self.draft.forward(tokens[kv.length : known - 2][:PREFILL_CHUNK], kv)
-            if graphs.layers_ahead and self.usefulness.judge():
-                cutoff = self.last_cutoff = min(graphs.layers_ahead, self._cutoff_layer(count))
+        left = room - count - 1  # at least
+        ahead = (  # whatever this step finds, the next one will be as the device makes it from this
+            under_way in (None, (count, cutoff))
+            and (sampler.greedy and self.verify is verify)
+            and self._step_ms < AHEAD_MS
+            and (left > 0 and self._to_draft(left) == count)
+            and self._fits(known + count + 1, count)
+        )
         try:
             graphs.enter(self.store)
             pick = None if sampler.greedy else sampler.pick_row
-            found = graphs.step(tokens, count, cutoff, pick, cancel)
+            if under_way is not None:
+                _, cutoff = under_way
+            found = graphs.step(tokens, count, cutoff, pick, cancel, ahead)
+            check_finite(found.finite)
         except BaseException:
             graphs.leave(self.store)
             raise
         session.target_kv.length = known + count
         if count:
             session.draft_kv.length = known + count - 1
-        if self.store is not None:
-            self.store.found(found.trace, found.missed, found.fetched)
-        check_finite(found.finite)
-        verdict = self.verify(found.proposal, found.logits, sampler, tokens, found.tokens)
-        if count:
             self.drift.observe(draft_token_ms=found.draft_ms / count)
+        if self.store is not None:
+            self._take_account(found)
+        verdict = self.verify(found.proposal, found.logits, sampler, tokens, found.tokens)
+        self._step_ms = found.draft_ms + found.verify_ms
+        started = min(started, time.perf_counter() - self._step_ms / 1e3)
         return Step(verdict, count, 1, started, typical=room > count)
+
+    def _graph_cutoff(self, count: int) -> int:
+        """Layers that a captured step of `count` drafts copies ahead for."""
+        if not count or not self.graphs.layers_ahead or not self.usefulness.judge():
+            return 0
+        self.last_cutoff = min(self.graphs.layers_ahead, self._cutoff_layer(count))
+        return self.last_cutoff
+
+    def _take_account(self, found: Found) -> None:
+        """What a captured pass did with the experts; nobody saw it wait, so that is reckoned."""
+        self.store.found(found.trace, found.missed, found.fetched, found.late)
+        self._predictions = found.predictions
+        if found.missed is not None:
+            copying = int(found.missed.sum()) * self.drift.profile.expert_copy_ms
+            self.counters.stall_seconds += min(copying, found.verify_ms) / 1e3
 
     def commit(self, step: Step, count: int) -> None:
         """Keep the first `count` tokens of the verdict: the only place where anything changes."""
@@ -182,7 +224,8 @@ class Decoder:
         self.counters.accepted += min(count, step.verdict.num_accepted)
         self.counters.steps += 1
         self.counters.tokens += count
-        if self.draft is not None and step.typical and not cut_short:
+        as_asked = (step.num_drafted > 0) == (self.length.next() > 0)
+        if self.draft is not None and step.typical and as_asked and not cut_short:
             self.length.observe(count, time.perf_counter() - step.started)
 
     def _propose(self, count: int, sampler: Sampler, cancel: threading.Event | None) -> list[int]:
@@ -224,6 +267,7 @@ class Decoder:
         on_progress: OnProgress | None,
     ) -> torch.Tensor:
         started, stalled = time.perf_counter(), self.counters.stall_seconds
+        self._predictions = []
         if self.graphs is not None:
             self.graphs.leave(self.store)
         if self.store is not None:
@@ -259,13 +303,16 @@ class Decoder:
         return report
 
     def _end_pass(self, accepted_rows: int, tokens: int = 0) -> None:
+        predicted, self._predictions = self._predictions, []
+        if self.prefetcher is not None:
+            predicted = self.prefetcher.predictions()
+            self.prefetcher.end_step()
+        if self.store is not None:
+            count_recall(self.store, predicted, accepted_rows)
         if self._trace is not None:
-            predicted = [] if self.prefetcher is None else self.prefetcher.predictions()
             rows = len(next(iter(self.store.trace.values())))
             kind = "prefill" if rows > PREFILL_ROWS else "decode"
             self._trace.add(kind, self.store.trace, accepted_rows, tokens, predicted)
-        if self.prefetcher is not None:
-            self.prefetcher.end_step(accepted_rows)
         if self.graphs is not None:
             self.graphs.keep(accepted_rows, 0 if self.store is None else self.store.position + 1)
         if self.store is not None:

@@ -13,12 +13,19 @@ rows is part of a graph: one for a plain step, one for a step with drafts, captu
 The draft's first pass takes two tokens because after full acceptance its cache is one token behind; where
 it is not, a row is computed again, with the same bits. Nothing here depends on how the sampler chooses:
 where it is not greedy the host reads logits, and writes each proposal.
+
+Where it is greedy the device knows how a step ends. `advance` makes the parameters of the next one from
+it, and the host may enqueue that step before it has read this one: then the GPU never waits for the host.
+If this one turns out to end the answer, the step too many is never read. What it leaves are rows behind
+the end of the caches, which nobody looks at, and slots with other experts in them; `leave` takes those
+over, and recency is the host's own, which never heard of that step.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +36,9 @@ from spmoe_lite.device import host_buffer
 from spmoe_lite.kernels.residency import (
     EMPTY,
     FILLED,
+    LATE,
     NO_SLOT,
+    STAGED,
     Tables,
     credit,
     fetch,
@@ -44,7 +53,9 @@ if TYPE_CHECKING:
     from spmoe_lite.predictor import ExpertPredictor
     from spmoe_lite.store import ExpertStore
 
-DRAFT_START, TARGET_START, ROWS, POSITION, CUTOFF, NUMBER, PROGRESS, IDS = range(8)
+# `params`: position of the newest token; the clock of recency; rows kept of the step before; layers to
+# copy ahead for; the draft token at hand; the target's layer at hand; the two newest tokens, proposals.
+START, CLOCK, ROWS, CUTOFF, NUMBER, PROGRESS, IDS = range(7)
 
 
 class RoutedExperts:
@@ -92,8 +103,35 @@ class Found:
     trace: np.ndarray  # [L, T, k] expert ids
     missed: np.ndarray | None  # [L, E] bool: read from host memory by this pass
     fetched: np.ndarray | None  # [n, 2] (layer, expert) copied on a prediction
+    late: np.ndarray | None  # [n, 2] the same, not in place when the pass came to their layer
+    predictions: list[tuple[int, int, list[int]]]  # layer, row, experts best first
     draft_ms: float
     verify_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was enqueued and has not been read."""
+
+    count: int
+    cutoff: int
+    report: torch.Tensor  # int32, in host memory once `verified`
+    logits: torch.Tensor
+    begun: torch.cuda.Event
+    drafted: torch.cuda.Event
+    verified: torch.cuda.Event
+
+
+def advance(params: torch.Tensor, best: torch.Tensor) -> None:
+    """Make `params` those of the next step; best [T] int32: the target's token after each row.
+
+    What `verifier.verify` does where the sampler is greedy. CLOCK - ROWS is where the kept rows begin.
+    """
+    seen = params[IDS + 1 : IDS + 1 + len(best)]  # the newest token and the proposals
+    agreed = (seen[1:] == best[:-1]).cumprod(0).sum(0, keepdim=True)
+    params[IDS : IDS + 2].copy_(torch.stack((seen, best)).index_select(1, agreed).flatten())
+    params[ROWS : ROWS + 1].copy_(agreed + 1)
+    params[START : CLOCK + 1].add_(params[ROWS])
 
 
 class StepGraphs:
@@ -118,7 +156,9 @@ class StepGraphs:
         resident: address [L, E] int64 of the experts of a model that are all in slots. tables: those of
         the target if they are not. num_tokens: ids from there on are never chosen.
         """
-        if draft is None or most == 0:
+        if draft is None or most + 2 > min(target_kv.capacity, draft_kv.capacity):
+            most = 0
+        if most == 0:
             most, draft, draft_kv, predictor = 0, None, None, None
         self.most = most
         self.tables = tables
@@ -137,18 +177,21 @@ class StepGraphs:
         if tables is not None:  # reset with the parameters of each step
             self.tables = replace(tables, progress=self._param(PROGRESS))
             self._host = tables.host.cpu().numpy()
+            self._predicted = torch.zeros_like(tables.wanted)
         self._inside = False  # whether the device has the slots
         self._copies = torch.cuda.Stream(device)
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         self._drafted = [torch.cuda.Event() for _ in range(self.most)]
         self._fetched = torch.cuda.Event()
-        self._reports: dict[int, torch.Tensor] = {}  # by rows
         self._pool = torch.cuda.graph_pool_handle()
-        self._kept = (0, 0)  # rows and position of the pass before, for `finish`
+        self._kept = 0  # rows of the pass before, for `finish`
+        self._clock = 1  # of the next row
         self._rows = 1  # of the pass before
         sizes = sorted({1, self.most + 1})
         self._traces = {rows: self._trace(rows) for rows in sizes}
         self._verify = {rows: self._capture(self._run_verify, rows) for rows in sizes}
+        self._advance = {rows: self._capture(self._run_advance, rows) for rows in sizes}
+        self._flight: _Flight | None = None  # enqueued before the one before was read
+        self._sides = itertools.cycle([self._side(), self._side()])
         self._finish = {}
         if self.tables is not None:
             self._finish = {rows: self._capture(self._run_finish, rows) for rows in sizes}
@@ -163,22 +206,58 @@ class StepGraphs:
         cutoff: int,
         pick: Callable[[torch.Tensor, list[int]], int] | None,
         cancel: threading.Event | None,
+        ahead: bool = False,
     ) -> Found:
         """Draft `count` (0 or `most`) tokens after `tokens` and verify them in one pass.
 
         The caches hold at least what is known but for the newest token, the draft's but for two.
         pick chooses a draft token from logits [V] and the tokens before it; None: the best one.
+        ahead, without `pick`: enqueue the next step as well, which drafts as many, up to the same layer.
+        It is read by the next call, if this step's verdict is kept whole; else `leave` forgets it.
         """
-        known, rows = len(tokens), count + 1
-        newest = tokens[-2:] if known > 1 else [0, *tokens]
-        self._values[: IDS + 2] = known - 2, known - 1, *self._kept, cutoff, 0, -1, *newest
-        self._kept = 0, 0
-        begun, drafted, verified = self._events
-        compute = torch.cuda.current_stream()
+        flight, self._flight = self._flight, None
+        if flight is None:
+            self._prepare(tokens, cutoff)
+            flight = self._launch(count, cutoff, pick, tokens, cancel)
+        assert (count, cutoff) == (flight.count, flight.cutoff)
+        if ahead:
+            torch.cuda.current_stream().wait_event(self._fetched)
+            self._advance[count + 1][0].replay()
+            self._flight = self._launch(count, cutoff)
+        return self._read(flight)
+
+    @property
+    def ahead(self) -> tuple[int, int] | None:
+        """(count, cutoff) of the step that is under way already; None if none is."""
+        return None if self._flight is None else (self._flight.count, self._flight.cutoff)
+
+    def keep(self, rows: int, position: int) -> None:
+        """The first `rows` rows of the pass read last stay, the first of them at `position`."""
+        self._kept, self._clock = rows, position + rows
+
+    def _prepare(self, tokens: list[int], cutoff: int) -> None:
+        """Parameters of a step by what the host knows, and recency of the step before."""
+        newest = tokens[-2:] if len(tokens) > 1 else [0, *tokens]
+        self._values[: IDS + 2] = (
+            *(len(tokens) - 1, self._clock, self._kept, cutoff, 0, -1),
+            *newest,
+        )
+        self._kept = 0
+        torch.cuda.current_stream().wait_event(self._fetched)
         self._params.copy_(self._host_params, non_blocking=True)
-        compute.wait_event(self._fetched)
         if self.tables is not None:
             self._finish[self._rows][0].replay()
+
+    def _launch(
+        self,
+        count: int,
+        cutoff: int,
+        pick: Callable[[torch.Tensor, list[int]], int] | None = None,
+        tokens: Sequence[int] = (),
+        cancel: threading.Event | None = None,
+    ) -> _Flight:
+        """Enqueue drafts, copies ahead, the target's pass and its report."""
+        (begun, drafted, verified), reports = next(self._sides)
         begun.record()
         proposal: list[int] = []
         for i in range(count):
@@ -192,40 +271,51 @@ class StepGraphs:
                     fetch(self.tables, self._stride, i, cutoff)
                     self._fetched.record()
             if pick is not None:
-                proposal.append(pick(logits[0], tokens + proposal))
+                proposal.append(pick(logits[0], [*tokens, *proposal]))
                 self._newest.fill_(proposal[i])
                 self._params[IDS + 2 + i].fill_(proposal[i])
         drafted.record()
-        self._rows = rows
-        graph, logits = self._verify[rows]
+        self._rows = rows = count + 1
+        graph, (logits, found) = self._verify[rows]
         graph.replay()
+        reports[rows].copy_(found, non_blocking=True)
         verified.record()
-        verified.synchronize()
-        report = self._reports[rows].numpy().copy()
-        trace, missed, fetched = report[3 * rows - 1 :], None, None
+        return _Flight(count, cutoff, reports[rows], logits, begun, drafted, verified)
+
+    def _read(self, flight: _Flight) -> Found:
+        """Wait for a step's report and take it apart."""
+        flight.verified.synchronize()
+        count, rows = flight.count, flight.count + 1
+        tokens, report = np.split(flight.report.numpy().copy(), [count + 2 * rows])
+        proposal, best, finite = np.split(tokens, [count, count + rows])
+        trace, report = np.split(report, [self._traces[rows].numel()])
+        missed = fetched = late = None
+        predictions: list[tuple[int, int, list[int]]] = []
         if self.tables is not None:
-            end = self._traces[rows].numel()
-            trace, missed, rest = np.split(trace, [end, end + self.tables.missed.numel()])
+            missed, report = np.split(report, [self.tables.missed.numel()])
             missed = missed.reshape(self.tables.missed.shape) != 0
-            wanted, state = rest.reshape(2, *self.tables.wanted.shape)
-            at = np.argwhere(state == FILLED)
-            fetched = np.stack((at[:, 1], wanted[tuple(at.T)]), axis=1)
-        tokens = report[: 3 * rows - 1].tolist()
+            shape = (3, *self.tables.wanted.shape)
+            wanted, state, predicted = report.reshape(shape)[:, :count, : flight.cutoff]
+            fetched = _items(wanted, state == FILLED)
+            late = _items(wanted, np.isin(state, (STAGED, LATE)))
+            predictions = [
+                (layer, row, experts)
+                for row, layers in enumerate(predicted.tolist())
+                for layer, experts in enumerate(layers)
+            ]
         return Found(
-            tokens=tokens[count : count + rows],
-            finite=all(tokens[count + rows :]),
-            logits=logits,
-            proposal=tokens[:count],
+            tokens=best.tolist(),
+            finite=bool(finite.all()),
+            logits=flight.logits,
+            proposal=proposal.tolist(),
             trace=trace.reshape(self._traces[rows].shape),
             missed=missed,
             fetched=fetched,
-            draft_ms=begun.elapsed_time(drafted),
-            verify_ms=drafted.elapsed_time(verified),
+            late=late,
+            predictions=predictions,
+            draft_ms=flight.begun.elapsed_time(flight.drafted),
+            verify_ms=flight.drafted.elapsed_time(flight.verified),
         )
-
-    def keep(self, rows: int, position: int) -> None:
-        """The first `rows` rows of the last pass stay, the first of them at `position`."""
-        self._kept = rows, position
 
     # --- who has the slots -----------------------------------------------------------------------
 
@@ -253,11 +343,15 @@ class StepGraphs:
         self.tables.expected.zero_()
         self.tables.state.zero_()
         self.tables.arrived.zero_()
-        self._kept = 0, 0
+        self._kept, self._clock = 0, max(table.last_used.values(), default=0) + 1
         self._inside = True
 
     def leave(self, store: ExpertStore | None) -> None:
-        """Give the slots back to the host, once everything that was asked for has ended."""
+        """Give the slots back to the host, once everything that was asked for has ended.
+
+        A step that has not been read is forgotten.
+        """
+        self._flight = None
         if not self._inside or store is None or self.tables is None:
             return
         torch.cuda.synchronize(self._params.device)
@@ -279,48 +373,60 @@ class StepGraphs:
     def _run_draft(self, rows: int) -> torch.Tensor:
         """One draft pass over the two newest known tokens, or over the newest proposal."""
         draft, params = self._draft_model, self._params
+        start, number = self._param(START), self._param(NUMBER)
+        if rows == 2:
+            number.zero_()
+            if self._predictor is not None:
+                self._param(PROGRESS).fill_(-1)
         ids = params[IDS : IDS + 2] if rows == 2 else self._newest
+        at = start - 1 if rows == 2 else start + number
         predicted: list[torch.Tensor] = []
 
         def predict(layer: int, state: torch.Tensor) -> None:
             if layer < self.layers_ahead:
                 predicted.append(self._predictor.choose(layer, state[-1:]))
 
-        start, number = self._param(DRAFT_START), self._param(NUMBER)
-        source = self._source(draft, rows)
         ahead = predict if self._predictor is not None else None
-        logits = draft.run(ids, self._draft_kv, start, source, 1, ahead)
+        logits = draft.run(ids, self._draft_kv, at, self._source(draft, rows), 1, ahead)
         self._newest.copy_(logits[0, : self._num_tokens].argmax())
-        params[IDS + 2 :].index_copy_(0, number.long(), self._newest)
+        index = number.long()
+        params[IDS + 2 :].index_copy_(0, index, self._newest)
         if predicted:
-            stage(self.tables, torch.cat(predicted), self._param(CUTOFF), number)
-        start.add_(rows)
+            chosen = torch.cat(predicted)
+            self._predicted.index_copy_(0, index, chosen[None])
+            stage(self.tables, chosen, self._param(CUTOFF), number)
         number.add_(1)
         return logits
 
-    def _run_verify(self, rows: int) -> torch.Tensor:
-        """The target's pass and its report; logits."""
+    def _run_verify(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's pass: logits, and what the report says of it, int32."""
         ids = self._params[IDS + 1 : IDS + 1 + rows]
-        start, source = self._param(TARGET_START), self._source(self._target, rows)
+        start, source = self._param(START), self._source(self._target, rows)
         logits = self._target.run(ids, self._target_kv, start, source, rows)
         best = logits[:, : self._num_tokens].max(1)
         parts = [self._params[IDS + 2 : IDS + 1 + rows], best.indices.int()]
         parts.append(best.values.isfinite().int())
         if isinstance(source, RoutedExperts):
-            parts += [source.trace, self.tables.missed, self.tables.wanted, self.tables.state]
+            tables = self.tables
+            parts += [source.trace, tables.missed, tables.wanted, tables.state, self._predicted]
         elif isinstance(source, ResidentExperts):
             parts += source.chosen
-        found = torch.cat([part.flatten() for part in parts])
-        if rows not in self._reports:  # not while a capture is under way
-            self._reports[rows] = host_buffer(tuple(found.shape), torch.int32)
-        self._reports[rows].copy_(found, non_blocking=True)
-        return logits
+        return logits, torch.cat([part.flatten() for part in parts])
+
+    def _run_advance(self, rows: int) -> None:
+        """From the end of a step of `rows` rows to the start of the next."""
+        _, (_, found) = self._verify[rows]
+        advance(self._params, found[rows - 1 : 2 * rows - 1])
+        if self.tables is not None:
+            self._run_finish(rows)
 
     def _run_finish(self, rows: int) -> None:
-        credit(self.tables, self._traces[rows], self._param(ROWS), self._param(POSITION))
+        kept = self._param(ROWS)
+        credit(self.tables, self._traces[rows], kept, self._param(CLOCK) - kept)
 
     def _capture(self, run: Callable[[int], Any], rows: int) -> tuple[torch.cuda.CUDAGraph, Any]:
-        self._params.zero_()  # the first draft of a step, at the first position
+        self._params.zero_()
+        self._param(START).fill_(1)  # where a draft's first pass begins at 0
         run(rows)  # compiles and loads what the capture must not wait for
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -340,6 +446,12 @@ class StepGraphs:
         source.begin_pass(rows)
         return source
 
+    def _side(self) -> tuple[list[torch.cuda.Event], dict[int, torch.Tensor]]:
+        """Events and report buffers of one of the two steps that may be under way."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        sizes = {rows: found.shape for rows, (_, (_, found)) in self._verify.items()}
+        return events, {rows: host_buffer(tuple(n), torch.int32) for rows, n in sizes.items()}
+
     def _trace(self, rows: int) -> torch.Tensor:
         c = self._target.config
         shape = (c.num_hidden_layers, rows, c.num_experts_per_tok)
@@ -347,3 +459,8 @@ class StepGraphs:
 
     def _param(self, at: int) -> torch.Tensor:
         return self._params[at : at + 1]
+
+
+def _items(wanted: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """[n, 2] (layer, expert) of those chosen [K, P, n] bool."""
+    return np.stack((np.argwhere(chosen)[:, 1], wanted[chosen]), axis=1)

@@ -16,6 +16,7 @@ import logging
 import math
 import queue
 import threading
+from collections.abc import Iterable
 
 import torch
 
@@ -33,10 +34,15 @@ _Item = tuple[float, int, int, Prediction | None]  # step, layer, row; without p
 
 
 class Usefulness:
-    """Whether copying ahead pays, by how many of the last copies were used; looked at once a step."""
+    """Whether copying ahead pays, by how many of the last copies were used; looked at once a step.
 
-    def __init__(self, counters: Counters):
+    late_helps: a late copy goes on, and the pass waits for the rest of it. Where the device decides it
+    is given up.
+    """
+
+    def __init__(self, counters: Counters, late_helps: bool = True):
         self._counters = counters
+        self._late_helps = late_helps
         self._judged = counters.copy()
         self._left = 0  # steps of the pause
 
@@ -55,7 +61,7 @@ class Usefulness:
         seen = self._counters.since(self._judged)
         if seen.prefetches < JUDGED_COPIES:
             return True
-        used = seen.prefetch_useful + seen.prefetch_late
+        used = seen.prefetch_useful + self._late_helps * seen.prefetch_late
         if used < LEAST_USEFUL * seen.prefetches:
             self._left = PAUSE_STEPS
             log.info(
@@ -66,6 +72,28 @@ class Usefulness:
             )
         self._judged = self._counters.copy()
         return not self._left
+
+
+def count_recall(
+    store: ExpertStore, predictions: Iterable[tuple[int, int, list[int]]], accepted_rows: int
+) -> None:
+    """Compare predictions (layer, row, experts best first) with what the pass's accepted rows used.
+
+    Called before the store's `end_pass`.
+    """
+    counters, trace = store.counters, store.trace
+    for layer, row, experts in predictions:
+        if row >= accepted_rows or layer not in trace:
+            continue
+        named, used = set(experts), trace[layer][row]
+        absent = [e for e in used if store.would_miss((layer, e))]
+        counters.predictions += 1
+        counters.predicted_best_used += experts[0] in used
+        counters.predicted += len(named)
+        counters.predicted_used += len(named & set(used))
+        counters.wanted += len(used)
+        counters.would_miss += len(absent)
+        counters.would_miss_predicted += len(named & set(absent))
 
 
 class Prefetcher:
@@ -106,27 +134,9 @@ class Prefetcher:
         """(layer, row, experts) of the step at hand, once they are on the host."""
         return [(p.layer, p.row, p.wait()) for p in self._predictions]
 
-    def end_step(self, accepted_rows: int) -> None:
-        """The pass has run: compare the predictions with what its accepted rows used, drop the rest.
-
-        Called before the store's `end_pass`.
-        """
+    def end_step(self) -> None:
+        """The pass has run, or will not: what was predicted for it is copied no more."""
         self._step += 1
-        counters, trace = self._store.counters, self._store.trace
-        for prediction in self._predictions:
-            if prediction.row >= accepted_rows or prediction.layer not in trace:
-                continue
-            best, *others = prediction.wait()
-            named = {best, *others}
-            used = trace[prediction.layer][prediction.row]
-            absent = [e for e in used if self._store.would_miss((prediction.layer, e))]
-            counters.predictions += 1
-            counters.predicted_best_used += best in used
-            counters.predicted += len(named)
-            counters.predicted_used += len(named & set(used))
-            counters.wanted += len(used)
-            counters.would_miss += len(absent)
-            counters.would_miss_predicted += len(named & set(absent))
         self._predictions.clear()  # a plain step has none of its own
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Expert tiers: the pack on disk or in the page cache, and the slots that the kernels read.
+"""Expert tiers: the pack on disk, places in RAM (`ramtier.py`), and the slots that the kernels read.
 
 `serve` is the seam between the model and everything about placement. It takes the expert ids that the
 router chose for one layer and yields groups of experts that are in place, each as the device array `use`
@@ -7,7 +7,8 @@ allow. The model never learns where an expert came from.
 
 Two threads meet here: the decode thread (`serve`, misses) and the prefetch worker (`prefetch`). One lock
 guards table and counters and is never held during a copy; a slot being filled belongs to whoever fills
-it. A pass may end at any moment, by an error or by Ctrl-C: the next one puts the table right. Nothing but `end_pass` changes recency, and only for accepted rows. On this host-driven path `serve`
+it. A prefetch goes in pieces: between two of them it lets a demand pass, and it is given up when its layer
+has begun and does not wait for it. A pass may end at any moment, by an error or by Ctrl-C: the next one puts the table right. Nothing but `end_pass` changes recency, and only for accepted rows. On this host-driven path `serve`
 reads the ids on the host, which on a GPU is one synchronisation per layer.
 """
 
@@ -23,11 +24,17 @@ import torch
 from spmoe_lite.hostmap import HostMap
 from spmoe_lite.pack import Pack
 from spmoe_lite.progress import OnProgress, Progress, check
-from spmoe_lite.slab import DeviceSlab, HostSlab
+from spmoe_lite.ramtier import RamTier
+from spmoe_lite.slab import DeviceSlab, GoOn, HostSlab
 from spmoe_lite.slots import ExpertKey, SlotTable
 from spmoe_lite.stats import Counters
 
+STEP_ASIDE_SECONDS = 1.0  # at most, that a piece of a prefetch waits for a demand
 PREFILL_ROWS = 32  # a pass of more rows is prefill: it must not flush what decoding has gathered
+
+
+class Late(Exception):
+    """A prefetch whose layer has begun, and does not wait for it."""
 
 
 class ExpertStore:
@@ -46,6 +53,7 @@ class ExpertStore:
         self.table = table
         self.counters = counters
         self.cancel: threading.Event | None = None
+        self.tier: RamTier | None = None  # where experts that have no address are kept on their way
         self.trace: dict[int, list[list[int]]] = {}  # layer -> the ids of each row of the pass
         self._pack = pack
         self._host = host
@@ -55,6 +63,8 @@ class ExpertStore:
         self._changed = threading.Condition(self._lock)
         self._in_pass = False  # still True at the next `begin_pass` if a pass was cut short
         self._copying: ExpertKey | None = None  # by the worker
+        self._demanding = False  # the decode thread is copying
+        self._awaited: set[ExpertKey] = set()  # being copied by the worker, and waited for
         self._layer = -1  # being served: prefetches for it and for those before are late
         self._position = 0  # accepted tokens so far: the clock of recency
         self._prefill = False
@@ -70,8 +80,12 @@ class ExpertStore:
         with self._lock:
             if self._in_pass:
                 self.table.settle(() if self._copying is None else (self._copying,))
+                if self.tier is not None:
+                    self.tier.settle(self._copying)
             self._in_pass = True
             self._layer = -1
+            self._demanding = False
+            self._awaited.clear()
         self._prefill = rows > PREFILL_ROWS
         self.trace.clear()
         self._missed.clear()
@@ -135,20 +149,28 @@ class ExpertStore:
         return torch.tensor(rows, dtype=torch.int64).to(self._device)
 
     def found(
-        self, trace: np.ndarray, missed: np.ndarray | None, fetched: np.ndarray | None
+        self,
+        trace: np.ndarray,
+        missed: np.ndarray | None,
+        fetched: np.ndarray | None,
+        late: np.ndarray | None,
     ) -> None:
-        """What a pass without the host did: trace [L, T, k], missed [L, E], fetched [n, 2]."""
+        """What a pass without the host did: trace [L, T, k], missed [L, E], fetched and late [n, 2]."""
         self._in_pass, self._prefill = True, False
         self.trace = dict(enumerate(trace.tolist()))
-        self._missed = set()
-        if missed is None or fetched is None:
+        self._missed, self._prefetched = set(), set()
+        if missed is None or fetched is None or late is None:
             return
         self._missed = {(layer, e) for layer, e in np.argwhere(missed).tolist()}
-        useful = sum(bool((trace[layer] == expert).any()) for layer, expert in fetched)
+        self._prefetched = copied = {(layer, e) for layer, e in fetched.tolist()}
+        begun = copied.union(map(tuple, late.tolist()))
+        used = {(layer, e) for layer, rows in self.trace.items() for row in rows for e in row}
         self.counters.loads += len(self._missed)
-        self.counters.prefetches += len(fetched)
-        self.counters.prefetch_useful += useful
-        self.counters.prefetch_wasted += len(fetched) - useful
+        self.counters.prefetches += len(copied | (begun & used))
+        self.counters.prefetch_useful += len((copied & used) - self._missed)
+        self.counters.prefetch_late += len(begun & self._missed)
+        self.counters.prefetch_wasted += len(copied - used)
+        self.counters.prefetch_dropped += len(begun - copied - used)
         moved = len(self._missed) + len(fetched)
         self.counters.bytes_moved += moved * self._pack.expert_layout.stride
 
@@ -200,6 +222,8 @@ class ExpertStore:
                     self.counters.prefetch_useful += not late
                     if late:
                         self._missed.add(key)
+                if filling:
+                    self._awaited.add(key)
                 (arriving if filling else ready).append(expert)
         return ready, arriving, missing
 
@@ -217,16 +241,24 @@ class ExpertStore:
         while missing and not (self._prefill and loaded):
             check(self.cancel)
             key = (layer, missing[0])
+            if self.tier is not None:
+                self.tier.read_ahead([(layer, expert) for expert in missing])
             with self._lock:
-                slot = self._take_slot(key, done)
-                while slot is None and must and not loaded:
+                placed = self._take_slot(key, done)
+                while placed is None and must and not loaded:
                     assert self.table.filling_in_pool(layer), "no slot, and nobody to wait for"
                     self._changed.wait()
                     check(self.cancel)
-                    slot = self._take_slot(key, done)
-                if slot is None:
+                    placed = self._take_slot(key, done)
+                if placed is None:
                     break
-            self._fill(key, slot)
+            try:
+                self._demanding = True
+                self._fill(key, *placed)
+            finally:
+                self._demanding = False
+                with self._lock:
+                    self._changed.notify_all()
             with self._lock:
                 self.table.hold(key)
                 self.counters.loads += 1
@@ -234,8 +266,10 @@ class ExpertStore:
         self.counters.stall_seconds += time.perf_counter() - started
         return loaded
 
-    def _take_slot(self, key: ExpertKey, done: list[ExpertKey]) -> int | None:
-        """A slot for a demanded expert: rather lose what a later layer was guessed to need than stall."""
+    def _take_slot(
+        self, key: ExpertKey, done: list[ExpertKey]
+    ) -> tuple[int, ExpertKey | None] | None:
+        """A slot, and who left it, for a demanded expert: rather lose what a later layer was guessed to need than stall."""
         first = done if self._prefill else ()
         later = {k for k in self._expected if k[0] != key[0]} if self.table.shared else ()
         placed = self.table.place(key, protected=later, first=first) or self.table.place(key)
@@ -262,6 +296,7 @@ class ExpertStore:
             with self._lock:
                 while self.table.is_filling(key):
                     self._changed.wait()
+                self._awaited.discard(key)
                 lost = self.table.slot(key) is None
             if lost:
                 self._load_some(layer, [expert], [], must=True)
@@ -280,36 +315,60 @@ class ExpertStore:
         with self._lock:
             if self.table.slot(key) is not None:
                 return
-            slot = None
+            placed = None
             if layer > self._layer:
-                slot = self._evicted(self.table.place(key, protected=self._expected))
-            if slot is None:
+                placed = self._evicted(self.table.place(key, protected=self._expected))
+            if placed is None:
                 self.counters.prefetch_dropped += 1
                 return
             self._unused.add(key)
             self._prefetched.add(key)
             self._copying = key
         try:
-            self._fill(key, slot)
+            self._fill(key, *placed, go_on=lambda: self._step_aside(key))
+        except Late:
+            with self._lock:
+                self._prefetched.discard(key)
+                self.counters.prefetch_dropped += 1
+            return
         finally:
             self._copying = None
         with self._lock:
             self.counters.prefetches += 1
 
+    def _step_aside(self, key: ExpertKey) -> None:
+        """Between two pieces of a prefetch: wait while a demand is copied; `Late` if it is of no use."""
+        with self._lock:
+            if self._demanding:
+                self._changed.wait(STEP_ASIDE_SECONDS)
+            if key[0] <= self._layer and key not in self._awaited:
+                raise Late
+
     # --- shared --------------------------------------------------------------------------------
 
-    def _fill(self, key: ExpertKey, slot: int) -> None:
-        """Copy one expert into its slot; on failure the slot is free again."""
+    def _fill(
+        self,
+        key: ExpertKey,
+        slot: int,
+        victim: ExpertKey | None = None,
+        go_on: GoOn | None = None,
+    ) -> None:
+        """Copy one expert into its slot, which `victim` has left; on failure the slot is free again.
+
+        `go_on`: of a prefetch, called between its pieces.
+        """
 
         def read(out: np.ndarray, offset: int) -> None:
             self._pack.read_expert(*key, out, offset)
 
         source = None if self._host is None else self._host.address(*key)
         try:
-            if source is None:
-                self._slab.fill(slot, read)
-            else:
-                self._slab.fill_from(slot, source)
+            if source is not None:
+                self._slab.fill_from(slot, source, go_on)
+            elif self.tier is None or not self.tier.fill(
+                key, slot, victim, go_on or self._check_cancel, urgent=go_on is None
+            ):
+                self._slab.fill(slot, read, go_on)
         except BaseException:
             with self._lock:
                 self.table.drop(key)
@@ -321,15 +380,17 @@ class ExpertStore:
             self.counters.bytes_moved += self._pack.expert_layout.stride
             self._changed.notify_all()
 
-    def _evicted(self, placed: tuple[int, ExpertKey | None] | None) -> int | None:
-        """The slot of a placement, after noting that a prefetched expert left unused."""
-        if placed is None:
-            return None
-        slot, victim = placed
-        if victim in self._unused:
-            self._unused.discard(victim)
+    def _check_cancel(self) -> None:
+        check(self.cancel)
+
+    def _evicted(
+        self, placed: tuple[int, ExpertKey | None] | None
+    ) -> tuple[int, ExpertKey | None] | None:
+        """A placement, after noting that a prefetched expert left unused."""
+        if placed is not None and placed[1] in self._unused:
+            self._unused.discard(placed[1])
             self.counters.prefetch_wasted += 1
-        return slot
+        return placed
 
     def _count_hits(self, accepted_rows: int) -> None:
         for layer, rows in self.trace.items():

@@ -4,17 +4,35 @@ Captured for real they are tested in test_gpu.py.
 """
 
 import random
+import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
+from spmoe_lite import decoder, drafting
+from spmoe_lite.config import SamplingParams
 from spmoe_lite.converters import convert
 from spmoe_lite.engine import Engine
-from spmoe_lite.graphs import ResidentExperts, RoutedExperts
+from spmoe_lite.errors import SpmoeError
+from spmoe_lite.graphs import (
+    CLOCK,
+    IDS,
+    ROWS,
+    START,
+    ResidentExperts,
+    RoutedExperts,
+    advance,
+)
 from spmoe_lite.hostmap import HostMap
 from spmoe_lite.kernels.residency import Tables, credit, fetch, stage
+from spmoe_lite.sampling import Sampler
 from spmoe_lite.slots import SlotTable
+from spmoe_lite.trace import read_trace
+from spmoe_lite.verifier import verify
 from tests import tiny
+from tests.eager_graphs import capture, without_gpu
+from tests.test_invariance import PROMPT, disturb
 
 LAYERS, EXPERTS, CHOICES = 3, 8, 2
 TOKENS = [1, *(3 + i * 37 % 300 for i in range(40))]
@@ -101,3 +119,201 @@ def test_the_table_takes_back_what_the_device_did():
     table.filled((0, 1))
     assert table.places(0) == [(0, 7), (3, 1)]
     assert table.place((1, 0)) == (1, (1, 2))
+
+
+# --- whole answers, each step's graphs run in place ----------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A target of 3 layers x 8 experts, its twin and a disturbed copy as drafts."""
+    folder = tmp_path_factory.mktemp("pair")
+    shape = {"layers": LAYERS, "experts": EXPERTS, "scale_head": 4.0}
+    target = tiny.tiny_mixtral(folder / "t", **shape)
+    noisy = tiny.tiny_mixtral(folder / "n", **shape)
+    disturb(noisy, 0.12)
+    packs = {"target": target, "twin": target, "noisy": noisy}
+    return {name: convert(at, out=folder / f"{name}.spmoe").path for name, at in packs.items()}
+
+
+@pytest.fixture(scope="module")
+def plain(pair):
+    with Engine.load(pair["target"], device="cpu", slots=9) as engine:
+        return engine.generate(PROMPT, max_tokens=50).result.token_ids
+
+
+def load(pair, draft=None, **options):
+    draft = None if draft is None else pair[draft]
+    options = {"device": "cpu", "slots": 9, "cutoff": 2, "prefetch": False} | options
+    engine = Engine.load(pair["target"], draft, **options)
+    capture(engine)
+    return engine
+
+
+def launches(engine):
+    """A list that gets an entry, whether it was ahead, for each step that is enqueued."""
+    graphs, seen = engine.decoder.graphs, []
+    launch = graphs._launch
+
+    def noted(*arguments):
+        seen.append(len(arguments) == 2)
+        return launch(*arguments)
+
+    graphs._launch = noted
+    return seen
+
+
+def everything(engine):
+    """All that an answer leaves behind but for what is a cache."""
+    session, store = engine.decoder.session, engine.decoder.store
+    caches = [kv for kv in (session.target_kv, session.draft_kv) if kv is not None]
+    rows = [(kv.keys[:, : kv.length], kv.values[:, : kv.length]) for kv in caches]
+    counted = replace(engine.counters, stall_seconds=0)
+    return rows, [kv.length for kv in caches], session.tokens, store.table.last_used, counted
+
+
+def same(one, other):
+    rows, *rest = one
+    expected, *others = other
+    pairs = zip(sum(rows, ()), sum(expected, ()), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs) and rest == others
+
+
+def test_advance_is_what_the_host_makes_of_a_verdict():
+    draw, sampler = random.Random(5), Sampler(SamplingParams(), 4, 0)
+    for rows in (1, 2, 5, 9):
+        for _ in range(40):
+            context = [draw.randrange(4) for _ in range(draw.randint(2, 5))]
+            proposal = [draw.randrange(4) for _ in range(rows - 1)]
+            best = [p if draw.random() < 0.8 else draw.randrange(4) for p in [*proposal, 3]]
+            verdict = verify(proposal, torch.zeros(rows, 4), sampler, context, best)
+            params = torch.full((IDS + 2 + rows,), 77, dtype=torch.int32)
+            params[START], params[CLOCK] = len(context) - 1, 100
+            params[IDS : IDS + 1 + rows] = torch.tensor([*context[-2:], *proposal])
+            advance(params, torch.tensor(best, dtype=torch.int32))
+            after = context + verdict.tokens
+            assert params[START] == len(after) - 1
+            assert params[IDS : IDS + 2].tolist() == after[-2:]
+            assert params[ROWS] == verdict.num_accepted + 1
+            assert params[CLOCK] - params[ROWS] == 100
+
+
+@pytest.mark.parametrize("slots", [6, 13, 24])
+@pytest.mark.parametrize(("draft", "drafts"), [(None, 4), ("noisy", 4), ("twin", 3)])
+def test_a_step_enqueued_ahead_changes_nothing(pair, plain, monkeypatch, slots, draft, drafts):
+    without_gpu(monkeypatch)
+    found = []
+    for limit in (decoder.AHEAD_MS, 0.0):
+        monkeypatch.setattr(decoder, "AHEAD_MS", limit)
+        with load(pair, draft, slots=slots, draft_tokens=drafts) as engine:
+            seen = launches(engine)
+            got = engine.generate(PROMPT, max_tokens=50).result
+            assert got.token_ids == plain
+            assert sum(seen) > len(seen) / 2 if limit else not any(seen)
+            assert len(seen) == engine.counters.steps - 1  # nothing was enqueued in vain
+            found.append(everything(engine))
+            again = engine.generate(PROMPT, max_tokens=30).result
+            assert again.token_ids == plain[:30]
+    assert same(*found)
+
+
+@pytest.mark.parametrize("draft", [None, "noisy", "twin"])
+@pytest.mark.parametrize("ending", ["token", "text", "cancel"])
+def test_an_answer_that_ends_forgets_the_step_ahead(pair, plain, monkeypatch, draft, ending):
+    """Wherever in a block of accepted tokens; what is known and counted is as without it."""
+    without_gpu(monkeypatch)
+    for position in (14, 17):
+        found = []
+        for limit in (20.0, 0.0):
+            monkeypatch.setattr(decoder, "AHEAD_MS", limit)
+            with load(pair, draft) as engine:
+                seen = launches(engine)
+                if ending == "token":
+                    engine.eos_ids = frozenset([plain[position]])
+                text, cancel = engine.tokenizer.decode(plain[: position + 1]), threading.Event()
+                stop = [text[-4:]] if ending == "text" else []
+                answer = engine.generate(PROMPT, max_tokens=50, stop=stop, cancel=cancel)
+                for _ in range(position // 3 if ending == "cancel" else 0):
+                    next(answer, "")
+                if ending == "cancel":
+                    cancel.set()
+                got = answer.result
+                assert got.finish_reason == ("cancelled" if ending == "cancel" else "stop")
+                assert got.token_ids == plain[: len(got.token_ids)]
+                vain = len(seen) - (engine.counters.steps - 1)
+                assert vain <= 1 if limit else vain == 0
+                found.append(everything(engine))
+                assert limit == 0 or engine.decoder.graphs.ahead is not None
+                engine.eos_ids = frozenset()
+                rest = engine.generate([*PROMPT, *got.token_ids], max_tokens=12).result
+                assert got.token_ids + rest.token_ids == plain[: len(got.token_ids) + 12]
+                found.append(engine.decoder.store.table.last_used.copy())
+        assert same(found[0], found[2]) and found[1] == found[3]
+
+
+def test_recency_on_the_device_after_a_step_too_many(pair, plain, monkeypatch):
+    """An end token inside an accepted block: the device had credited all of the block."""
+    without_gpu(monkeypatch)
+    with load(pair, "twin", slots=13) as engine:
+        engine.eos_ids = frozenset([plain[13]])
+        engine.generate(PROMPT, max_tokens=50).result
+        engine.eos_ids = frozenset()
+        graphs, store = engine.decoder.graphs, engine.decoder.store
+        engine.decoder.prefill()
+        graphs.enter(store)
+        last, age = store.table.last_used, graphs.tables.age.tolist()
+        assert {(i, e): a for i, row in enumerate(age) for e, a in enumerate(row) if a >= 0} == last
+        assert graphs._clock == store.position + 1
+
+
+def test_a_changing_number_of_drafts_is_followed(pair, plain, monkeypatch):
+    without_gpu(monkeypatch)
+    for name, steps in {"DRAFT": 2, "PLAIN": 1, "HOLD": 3, "PAUSE": 3}.items():
+        monkeypatch.setattr(drafting, f"{name}_STEPS", steps)
+    with load(pair, "noisy", draft_tokens="auto") as engine:
+        seen = launches(engine)
+        assert engine.generate(PROMPT, max_tokens=50).result.token_ids == plain
+        assert 0 < engine.counters.drafted < 4 * engine.counters.steps
+        assert True in seen and seen.count(False) > 3
+
+
+def test_numbers_that_are_none_raise_and_the_step_ahead_is_forgotten(pair, plain, monkeypatch):
+    without_gpu(monkeypatch)
+    with load(pair, "noisy") as engine:
+        target, run = engine.decoder.target, engine.decoder.target.run
+        calls = []
+
+        def failing(*arguments):
+            calls.append(0)
+            logits = run(*arguments)
+            return logits * float("nan") if len(calls) == 6 else logits
+
+        target.run = failing
+        answer = engine.generate(PROMPT, max_tokens=50)
+        with pytest.raises(SpmoeError, match="non-finite"):
+            answer.result
+        assert len(calls) > 6 and engine.decoder.graphs.ahead is None
+        begun = len(answer.result.token_ids)
+        assert answer.result.token_ids == plain[:begun] and begun >= 4
+        assert engine.generate(PROMPT, max_tokens=50).result.token_ids == plain
+
+
+def test_captured_steps_say_what_was_predicted(pair, monkeypatch, tmp_path):
+    without_gpu(monkeypatch)
+    recorded = {}
+    for captured in (True, False):
+        how = {"device": "cpu", "slots": 13, "cutoff": 2, "draft_tokens": 3}
+        how |= {"prefetch": not captured, "trace": tmp_path / f"{captured}.trace"}
+        with Engine.load(pair["target"], pair["noisy"], **how) as engine:
+            if captured:
+                capture(engine)
+            engine.generate(PROMPT, max_tokens=41).result
+            c = engine.counters
+            assert 0 < c.predicted_used <= c.predicted == 2 * c.predictions
+            assert 0 < c.would_miss_predicted <= c.would_miss <= c.wanted
+            assert c.prefetch_useful + c.prefetch_wasted <= c.prefetches
+            assert c.bytes_moved == (c.loads + c.prefetches) * engine.plan.slot_bytes
+        recorded[captured] = read_trace(tmp_path / f"{captured}.trace").passes
+    for ours, theirs in zip(recorded[True][:-2], recorded[False], strict=False):
+        assert ours.experts == theirs.experts
+        assert sorted(ours.predictions) == sorted(theirs.predictions)
