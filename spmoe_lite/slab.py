@@ -32,10 +32,15 @@ READERS = min(8, os.cpu_count() or 1)  # threads that fill a ring buffer
 PART = 1 << 20  # bytes a thread reads at least: handing it over costs what 100 kB do
 
 
-def make_slab(num_slots: int, stride: int, device: torch.device) -> HostSlab | DeviceSlab:
+def make_slab(
+    num_slots: int,
+    stride: int,
+    device: torch.device,
+    kind: type[HostSlab] | type[DeviceSlab] | None = None,
+) -> HostSlab | DeviceSlab:
     """A slab of num_slots x stride bytes on the device; CapacityError if it does not fit."""
     try:
-        kind = HostSlab if device.type == "cpu" else DeviceSlab
+        kind = kind or (HostSlab if device.type == "cpu" else DeviceSlab)
         return kind(num_slots, stride, device)
     except (RuntimeError, MemoryError) as error:
         raise CapacityError(
