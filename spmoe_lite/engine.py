@@ -72,7 +72,7 @@ from spmoe_lite.session import Session
 from spmoe_lite.slab import make_slab
 from spmoe_lite.slots import POLICIES, SlotTable
 from spmoe_lite.speed import Costs
-from spmoe_lite.stats import Counters
+from spmoe_lite.stats import Counters, warnings
 from spmoe_lite.store import ExpertStore
 from spmoe_lite.tokenizer import Tokenizer
 from spmoe_lite.trace import Header, TraceWriter
@@ -383,10 +383,17 @@ class Engine:
         self.close()
 
     def stats(self) -> dict[str, Any]:
-        """Totals since loading: counters, profile, slots, notices."""
+        """Totals since loading: counters, profile, slots, notices, what does not pay.
+
+        "regime" is "all-resident", "dynamic" (both captured) or "host-driven"; `stats.in_words` tells it all.
+        """
         decoder: Decoder | None = self.__dict__.get("decoder")
         if decoder is None:
             raise BusyError("the engine is closed")
+        graphs, regime = decoder.graphs, "host-driven"
+        if graphs is not None:
+            regime = "all-resident" if graphs.tables is None else "dynamic"
+        drafting_paused = decoder.draft is not None and decoder.length.paused
         return {
             "counters": self.counters.copy(),
             "profile": decoder.drift.profile.to_dict(),
@@ -394,9 +401,11 @@ class Engine:
             "experts": self.plan.expert_count,
             "policy": None if decoder.store is None else decoder.store.table.policy,
             "cutoff_layer": decoder.last_cutoff,
-            "drafting_paused": decoder.draft is not None and decoder.length.paused,
+            "drafting_paused": drafting_paused,
             "prefetch_paused": decoder.usefulness.paused,
-            "steps": "driven by the host" if decoder.graphs is None else "captured",
+            "steps": "driven by the host" if graphs is None else "captured",
+            "regime": regime,
+            "warnings": warnings(self.counters, drafting_paused, decoder.usefulness.paused),
             "notices": list(self.notices),
         }
 

@@ -12,14 +12,14 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
 from spmoe_lite.errors import DamagedError, NotFoundError, SpmoeError, UsageError
-from spmoe_lite.progress import size
+from spmoe_lite.stats import in_words
 from spmoe_lite.terminal import (
     ProgressDisplay,
     WordWrap,
@@ -386,9 +386,10 @@ class Repl:
         say(str(self.engine.plan))
 
     def stats(self, argument: str) -> None:
-        click.echo(table(_figures(self.engine.stats())))
-        for notice in self.engine.notices:
-            say(notice)
+        stats = self.engine.stats()
+        click.echo(table(in_words(stats)))
+        for line in stats["warnings"] + stats["notices"]:
+            say(line)
 
     def save(self, argument: str) -> None:
         path = _path(argument, "/save")
@@ -515,25 +516,6 @@ def _path(argument: str, command: str) -> Path:
 def _unescape(value: str) -> str:
     """`"\\n"` in a typed stop string means the line end."""
     return value.strip('"').replace("\\n", "\n").replace("\\t", "\t")
-
-
-def _figures(values: dict[str, Any]) -> list[list[str]]:
-    """`name value` rows of the engine's totals; what holds several figures is spread out."""
-    rows = []
-    for name, value in values.items():
-        if is_dataclass(value) and not isinstance(value, type):
-            rows += _figures(asdict(value))
-        elif isinstance(value, dict):
-            rows += _figures(value)
-        elif isinstance(value, float) and value:
-            rows.append([name.replace("_", " "), f"{value:,.3f}"])
-        elif name == "bytes_moved" and value:
-            rows.append(["moved", size(value)])
-        elif value not in (None, 0) and not isinstance(value, list):
-            rows.append(
-                [name.replace("_", " "), f"{value:,}" if type(value) is int else f"{value}"]
-            )
-    return rows
 
 
 def _can_write(history: Path) -> bool:

@@ -75,7 +75,7 @@ def capture(engine, critical: int = 2) -> StepGraphs:
         store.load_all(None, None)
         resident[decoder.target] = store.addresses()
     else:
-        store._host = engine._host_map = HostMap(engine.target_pack, torch.device("cpu"))
+        store._host = engine._host_memory = HostMap(engine.target_pack, torch.device("cpu"))
         host = store.host_addresses()
         share = max(len(store.table.places(layer)) for layer in range(len(host)))
         slots = torch.zeros((len(host), share), dtype=torch.int64)

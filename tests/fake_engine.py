@@ -146,7 +146,10 @@ class Engine:
             "counters": Counters(tokens=12345),
             "profile": {"expert_copy_ms": 1.25},
             "slots": 128,
+            "experts": 256,
+            "regime": "dynamic",
             "cutoff_layer": None,
+            "warnings": [],
             "notices": ["no prefetching: the draft is of another width"],
         }
 

@@ -28,6 +28,7 @@ from spmoe_lite.hostmap import HostMap
 from spmoe_lite.kernels.residency import Tables, credit, fetch, stage
 from spmoe_lite.sampling import Sampler
 from spmoe_lite.slots import SlotTable
+from spmoe_lite.stats import in_words
 from spmoe_lite.trace import read_trace
 from spmoe_lite.verifier import verify
 from tests import tiny
@@ -312,6 +313,9 @@ def test_captured_steps_say_what_was_predicted(pair, monkeypatch, tmp_path):
             assert 0 < c.predicted_used <= c.predicted == 2 * c.predictions
             assert 0 < c.would_miss_predicted <= c.would_miss <= c.wanted
             assert c.prefetch_useful + c.prefetch_wasted <= c.prefetches
+            words = dict(in_words(engine.stats()))
+            assert ("GPU" in words["steps"]) == captured and "13 of 24" in words["experts in slots"]
+            assert "of those missing" in words["predicted"] and "in time" in words["copied ahead"]
             assert c.bytes_moved == (c.loads + c.prefetches) * engine.plan.slot_bytes
         recorded[captured] = read_trace(tmp_path / f"{captured}.trace").passes
     for ours, theirs in zip(recorded[True][:-2], recorded[False], strict=False):
