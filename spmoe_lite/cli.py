@@ -163,6 +163,7 @@ for _command in (
     cli_packs.inspect,
     cli_packs.verify,
     cli_packs.repack,
+    cli_measure.plan,
     cli_measure.profile,
     cli_measure.bench_packs,
     cli_measure.tune,

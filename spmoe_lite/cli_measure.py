@@ -1,4 +1,4 @@
-"""Commands that measure: `profile`, `bench`, `tune`, `replay`."""
+"""Commands that measure or foresee: `plan`, `profile`, `bench`, `tune`, `replay`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from spmoe_lite.cli_options import (
     PROGRAM,
     DraftTokens,
     Several,
+    amount_options,
     command,
     debug_option,
     engine_options,
     json_option,
     machine_options,
+    memory_options,
     model_options,
 )
 from spmoe_lite.cli_shared import (
@@ -39,8 +41,90 @@ from spmoe_lite.terminal import note
 if TYPE_CHECKING:
     from spmoe_lite.bench import Row
     from spmoe_lite.cutoff import Profile
+    from spmoe_lite.forecast import Forecast
 
 DEFAULT_LINK = 50.0  # GB/s: a PCIe 5 bus
+
+
+@command()
+@model_options
+@amount_options
+@memory_options
+@click.option("--link", type=float, metavar="GB/s", help="Rate of missing experts.")
+@click.option("--memory", type=float, metavar="GB/s", help="Rate at which a GPU reads its memory.")
+@click.option("--acceptance", type=float, metavar="X", help="Share of draft tokens kept, 0 to 1.")
+@json_option
+@debug_option
+def plan(
+    pack: str | None, model: str | None, draft: str | None, as_json: bool, **given: Any
+) -> None:
+    """Show the memory and speed to expect of PACK.
+
+    Only headers are read. The memory is what `run` would use with the same options; what cannot fit is
+    refused with the smallest change that would. A draft takes the room of experts: both ways are priced.
+    Times come from `profile` if it was run on this machine, else from rates that are listed with their
+    source, and from uniform routing, the hard case.
+
+    Without a GPU, --vram 24GB plans for a card of that size; --device cpu for this machine.
+    """
+    from spmoe_lite.forecast import forecast
+
+    show_log()
+    target, draft_path = choose(pack, model, draft, offer=False)
+    if given["draft_tokens"] is None:
+        del given["draft_tokens"]
+    found = forecast(target, draft_path, **given)
+    if as_json:
+        echo_json(found.to_dict())
+        return
+    note(pair_name(target, draft_path))
+    click.echo(terminal.table(_plan_rows(found), right=[1, 2]))
+    if verdict := found.verdict():
+        terminal.say(verdict)
+    for figure in found.figures:
+        note(str(figure))
+    for remark in found.notes:
+        note(remark)
+
+
+def _plan_rows(found: Forecast) -> list[list[str]]:
+    """Bytes and milliseconds, a column with the draft and one without."""
+    ways = [(found.plan, found.speed)]
+    heads = [f"ON {found.plan.device.upper()}", ""]
+    if found.plain_plan is not None:
+        ways.append((found.plain_plan, found.plain_speed))
+        heads = [heads[0], "WITH DRAFT", "WITHOUT"]
+    plans = [plan for plan, _ in ways]
+    parts: list[tuple[str, list[int]]] = [
+        ("weights", [p.target_bytes for p in plans]),
+        ("draft", [p.draft_bytes for p in plans]),
+        (f"KV cache, {found.plan.context} tokens", [p.kv_bytes for p in plans]),
+        ("workspace", [p.workspace_bytes for p in plans]),
+        ("captured steps", [p.graph_bytes for p in plans]),
+        ("expert slots", [p.slots * p.slot_bytes for p in plans]),
+    ]
+    rows = [heads]
+    for name, counts in parts:
+        if any(counts):
+            rows.append([name, *(size(count) if count else "-" for count in counts)])
+    rows.append(["in all", *(size(p.total_bytes) for p in plans)])
+    rows.append(["may be used", *(size(p.budget) for p in plans)])
+    if found.plan.expert_count:
+        rows.append(["experts in slots", *(f"{p.slots} of {p.expert_count}" for p in plans)])
+    speeds = [speed for _, speed in ways if speed is not None]
+    times: list[tuple[str, list[float]]] = [
+        ("ms drafting", [s.drafting_ms for s in speeds]),
+        ("ms computing", [s.pass_ms for s in speeds]),
+        ("ms for missing experts", [s.copy_ms - s.hidden_ms for s in speeds]),
+    ]
+    for name, values in times:
+        if any(values):
+            rows.append([name, *(f"{ms:.3g}" if ms else "-" for ms in values)])
+    if len(speeds) > 1:
+        rows.append(["tokens a step", *(f"{s.tokens:.3g}" for s in speeds)])
+    if speeds:
+        rows.append(["ms a token", *(f"{s.token_ms:.3g}" for s in speeds)])
+    return rows
 
 
 @command()

@@ -120,7 +120,7 @@ model_options = options(
         "--draft", "--draft-model", "-md", metavar="PACK", help="Pack that drafts and prefetches."
     ),
 )
-machine_options = options(
+memory_options = options(
     click.option(
         "--vram",
         default="auto",
@@ -154,9 +154,12 @@ machine_options = options(
     click.option(
         "--device", default="auto", metavar="DEVICE", help="Where to run: auto, cpu, cuda, cuda:N."
     ),
+)
+machine_options = options(
+    memory_options,
     click.option("--threads", "-t", type=click.IntRange(1, 1024), metavar="N", help="CPU threads."),
 )
-engine_options = options(
+amount_options = options(
     click.option(
         "--draft-tokens",
         "--num-draft-tokens",
@@ -170,6 +173,9 @@ engine_options = options(
         metavar="N",
         help="Experts kept on the device; else as many as --vram holds.",
     ),
+)
+engine_options = options(
+    amount_options,
     machine_options,
     click.option("--no-prefetch", is_flag=True, help="Load experts only when they are needed."),
     click.option(

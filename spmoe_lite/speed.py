@@ -75,9 +75,10 @@ def predict(
         pass_ms = read_seconds(target, rows, costs.product_rates) * 1e3
     token_ms = 0.0
     if drafts and draft is not None:
-        token_ms = read_seconds(draft, 1, costs.product_rates) * 1e3
         if profile is not None and profile.draft_token_ms:
             token_ms = profile.draft_token_ms
+        else:
+            token_ms = read_seconds(draft, 1, costs.product_rates) * 1e3
     copies = hidden = 0.0
     if experts and resident < 1:
         k = c.num_experts_per_tok

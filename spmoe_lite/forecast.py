@@ -1,0 +1,368 @@
+"""What a pair would take and how fast it would be, before anything is loaded: what `spmoe-lite plan` shows.
+
+The memory plan is the one that `Engine.load` makes for the same options, by the same function, from pack
+headers; it is made twice, with the draft and without it, because the draft's bytes are slots lost. Both are
+priced by `speed.predict`. Each figure that goes into the price says where it comes from: given, measured by
+`profile` on this machine, measured just now, or assumed.
+
+No weight is read. A card that is not in this machine is planned for too, if its size is given.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spmoe_lite import library
+from spmoe_lite.config import scheme_of
+from spmoe_lite.cutoff import Profile, load_profile
+from spmoe_lite.decoder import PREFILL_CHUNK
+from spmoe_lite.device import available_bytes, bus_rate, check_experts, choose_device
+from spmoe_lite.drafting import MARGIN
+from spmoe_lite.engine import (
+    CODES_RATE,
+    DEFAULT_DRAFT_TOKENS,
+    LAYERS_AHEAD,
+    draft_length,
+    pin_bytes,
+    product_rates,
+    profile_path,
+)
+from spmoe_lite.errors import UsageError
+from spmoe_lite.pack import Pack
+from spmoe_lite.plan import ModelSize, Plan, parse_size, plan_pair
+from spmoe_lite.predictor import ExpertPredictor
+from spmoe_lite.progress import size
+from spmoe_lite.speed import Costs, Speed, predict
+from spmoe_lite.tokenizer import Tokenizer
+
+# Assumed where nothing is measured; docs/performance.md has what machines reach.
+LINK = 25.0  # GB/s: page-locked memory to a GPU, PCIe 4 with 16 lanes
+RING_LINK = 10.0  # GB/s: memory that is not page-locked to a GPU, through a small buffer
+HOST_LINK = 5.0  # GB/s: the page cache to a slot in RAM, one thread
+MEMORY = 900.0  # GB/s: the GPU's own memory, of cards with 24 GB
+ACCEPTANCE = 0.7  # of a draft token; pairs of one family reach 0.6 to 0.9
+MOST_TRIED = 8  # draft tokens a step that are compared
+NOT_HERE = 1 << 62  # bytes a card that is not here may have
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number the prediction rests on, and its source."""
+
+    name: str
+    value: float
+    unit: str
+    source: str
+
+    def __str__(self) -> str:
+        value = f"{self.value:.0%}" if not self.unit else f"{self.value:.4g} {self.unit}"
+        return f"{self.name}: {value}, {self.source}"
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The plan that `Engine.load` would make, its price, and those without the draft."""
+
+    plan: Plan
+    speed: Speed | None  # None for a dense target
+    plain_plan: Plan | None  # None without a draft: `plan` is it
+    plain_speed: Speed | None
+    best_speed: Speed | None  # with the draft, at the number of draft tokens that is fastest
+    figures: list[Figure]
+    notes: list[str]
+
+    @property
+    def draft_is_faster(self) -> bool | None:
+        """None where there is no draft, or the two are within `MARGIN` of each other."""
+        if self.speed is None or self.plain_speed is None:
+            return None
+        with_draft, without = self.speed.token_ms, self.plain_speed.token_ms
+        if max(with_draft, without) <= MARGIN * min(with_draft, without):
+            return None
+        return with_draft < without
+
+    def verdict(self) -> str:
+        """Which is faster, and why; empty without a draft."""
+        with_draft, plain, plan = self.speed, self.plain_speed, self.plan
+        if with_draft is None or plain is None or self.plain_plan is None:
+            return ""
+        took = f"{with_draft.token_ms:.3g} ms a token with the draft, {plain.token_ms:.3g} without"
+        first = {
+            None: "with the draft and without it are about as fast",
+            True: "the draft makes it faster",
+            False: "without the draft is faster",
+        }[self.draft_is_faster]
+        why = f"a step with the draft writes {with_draft.tokens:.3g} tokens"
+        if plain.step_ms > 0:
+            why += f" and takes {with_draft.step_ms / plain.step_ms:.3g} times as long"
+        if lost := self.plain_plan.slots - plan.slots:
+            why += f"; the draft and its cache take the room of {lost} experts"
+        if with_draft.copies > plain.copies:
+            why += f"; checking {with_draft.draft_tokens + 1} positions misses "
+            why += f"{with_draft.copies:.3g} experts, one position {plain.copies:.3g}"
+        text = f"{first}: {took}. {why[0].upper()}{why[1:]}."
+        best = self.best_speed
+        if best is not None and best.token_ms * MARGIN < with_draft.token_ms:
+            text += f" --draft-tokens {best.draft_tokens} would take {best.token_ms:.3g} ms."
+        return text
+
+    def to_dict(self) -> dict[str, Any]:
+        faster = self.draft_is_faster
+        return {
+            "plan": _plan_dict(self.plan),
+            "speed": None if self.speed is None else self.speed.to_dict(),
+            "without_draft": None
+            if self.plain_plan is None
+            else {
+                "plan": _plan_dict(self.plain_plan),
+                "speed": None if self.plain_speed is None else self.plain_speed.to_dict(),
+            },
+            "best_draft_tokens": None if self.best_speed is None else self.best_speed.draft_tokens,
+            "faster": None if faster is None else "draft" if faster else "no draft",
+            "verdict": self.verdict() or None,
+            "figures": [asdict(figure) for figure in self.figures],
+            "notes": self.notes,
+        }
+
+
+def forecast(
+    target: str | Path,
+    draft: str | Path | None = None,
+    *,
+    device: str = "auto",
+    vram: str | int | float = "auto",
+    slots: int | None = None,
+    ctx_size: int | None = None,
+    kv_type: str = "auto",
+    draft_tokens: int | str = DEFAULT_DRAFT_TOKENS,
+    pin: str | int = "auto",
+    link: float | None = None,
+    memory: float | None = None,
+    acceptance: float | None = None,
+    home: Path | None = None,
+) -> Forecast:
+    """Options as of `Engine.load`, which raises the same errors for them, and those that price it:
+
+    link and memory in GB/s, of a missing expert and of the device's own memory; acceptance of a draft token.
+    With device "cuda", or "auto" and a size in `vram`, a machine without a GPU plans for a card of that size.
+    """
+    drafts = draft_length(draft_tokens).most
+    for flag, rate in {"--link": link, "--memory": memory}.items():
+        if rate is not None and not 0 < rate < 1e6:
+            raise UsageError(f"{flag} {rate:g}: a rate in GB/s is needed")
+    if acceptance is not None and not 0 <= acceptance <= 1:
+        raise UsageError(f"--acceptance {acceptance:g}: 0 to 1")
+    imagined = _is_imagined(device, vram)
+    place = torch.device("cpu") if imagined else choose_device(device)
+    packs: list[Pack] = []
+    try:
+        packs.append(Pack.open(library.find(target, home)))
+        if draft is not None:
+            packs.append(Pack.open(library.find(draft, home)))
+        for pack in packs:
+            if pack.expert_layout is not None:
+                check_experts(place, pack.name, pack.expert_layout.dtype)
+        _check_vocabulary(packs)
+        machine = _Machine(place, imagined, packs, pin, home)
+        costs = machine.costs(link, memory, acceptance)
+
+        sizes = [ModelSize.of(pack) for pack in packs]
+        available = NOT_HERE if imagined else available_bytes(place)
+
+        def plan(with_draft: bool) -> Plan:
+            return plan_pair(
+                sizes[0],
+                sizes[1] if with_draft else None,
+                name=packs[0].name,
+                device=machine.name,
+                available=available,
+                vram=vram,
+                slots=slots,
+                ctx_size=ctx_size,
+                draft_tokens=drafts,
+                chunk=PREFILL_CHUNK,
+                kv_type=kv_type,
+                costs=costs,
+            )
+
+        whole = plan(len(packs) > 1)
+        return _priced(sizes, whole, plan(False), drafts, costs, machine)
+    finally:
+        for pack in packs:
+            pack.close()
+
+
+def _priced(
+    sizes: list[ModelSize], plan: Plan, plain: Plan, drafts: int, costs: Costs, machine: _Machine
+) -> Forecast:
+    target, *others = sizes
+    draft = others[0] if others else None
+    figures, notes = machine.figures, machine.notes
+    if plan.slots == plan.expert_count:  # nothing is ever missing
+        figures, notes = [figure for figure in figures if figure.name != "link"], []
+    if not target.config.is_moe:
+        return Forecast(plan, None, plain if others else None, None, None, [], notes)
+    speed = predict(target, draft, plan.slots, drafts, costs)
+    if draft is None:
+        return Forecast(plan, speed, None, None, None, figures, notes)
+    tried = [predict(target, draft, plan.slots, n, costs) for n in range(1, MOST_TRIED + 1)]
+    best = min([speed, *tried], key=lambda one: one.token_ms)
+    without = predict(target, None, plain.slots, 0, costs)
+    return Forecast(plan, speed, plain, without, best, figures, notes)
+
+
+class _Machine:
+    """Where the pair is to run, and what is known of it; gathers figures and remarks."""
+
+    def __init__(
+        self,
+        place: torch.device,
+        imagined: bool,
+        packs: list[Pack],
+        pin: str | int,
+        home: Path | None,
+    ):
+        self.name = "cuda" if imagined else str(place)
+        self.figures: list[Figure] = []
+        self.notes: list[str] = []
+        self._place, self._imagined, self._packs = place, imagined, packs
+        self._profile: Profile | None = None
+        if not imagined:
+            names = [pack.name for pack in packs]
+            paths = [profile_path(names, place, home), profile_path(names[:1], place, home)]
+            known = [found for path in paths if (found := load_profile(path)) is not None]
+            self._profile = known[0] if known else None
+        self._pinned = self._pins_all(pin)
+
+    def costs(self, link: float | None, memory: float | None, acceptance: float | None) -> Costs:
+        target, *drafts = self._packs
+        rates = self._product_rates(memory)
+        moe = target.config.is_moe
+        read_rate = self._link(link) * 1e9 if moe else 1e9
+        if moe and self._profile is not None and self._profile.plain_layer_ms is not None:
+            self._add("a target layer", self._profile.plain_layer_ms, "ms", "by profile")
+        chance = 0.0
+        if drafts and moe:
+            if self._profile is not None and self._profile.draft_token_ms:
+                self._add("a draft token", self._profile.draft_token_ms, "ms", "by profile")
+            chance = self._acceptance(acceptance)
+        return Costs(read_rate, rates, self._profile, chance, self._layers_ahead())
+
+    def _pins_all(self, pin: str | int) -> bool:
+        """Whether the GPU may read every expert in host memory; said where it matters."""
+        pack = self._packs[0]
+        if pack.expert_layout is None or self.name == "cpu":
+            return False
+        needed = pack.expert_count() * pack.expert_layout.stride
+        if self._imagined and pin == "auto":
+            self.notes.append(f"no such card is here: {size(needed)} of RAM for experts is assumed")
+            return True
+        pinned = pin_bytes(pin, pack)
+        if pinned == "all" or (pinned != "none" and pinned >= needed):
+            return True
+        self.notes.append(
+            f"not all of the {size(needed)} of experts may be page-locked (--pin): "
+            f"misses take longer, and steps are driven by the host"
+        )
+        return False
+
+    def _link(self, given: float | None) -> float:
+        stride = self._packs[0].expert_layout.stride  # type: ignore[union-attr]
+        known = self._profile
+        if given is not None:
+            return self._add("link", given, "GB/s", "given by --link")
+        if known is not None and known.expert_copy_ms:
+            return self._add("link", stride / known.expert_copy_ms / 1e6, "GB/s", "by profile")
+        if self.name == "cpu":
+            return self._add("link", HOST_LINK, "GB/s", "assumed: from the page cache; --link")
+        if not self._pinned:
+            what = "assumed: memory that is not page-locked; --link"
+            return self._add("link", RING_LINK, "GB/s", what)
+        if self._imagined:
+            return self._add("link", LINK, "GB/s", "assumed: PCIe 4 with 16 lanes; --link")
+        return self._add("link", bus_rate(self._place) / 1e9, "GB/s", "measured just now")
+
+    def _product_rates(self, given: float | None) -> dict[str, float]:
+        """Bytes per second by dtype, of all packs."""
+        dtypes = {
+            dtype
+            for pack in self._packs
+            for dtype in (pack.dtypes.dense, pack.dtypes.linear, pack.dtypes.embed)
+        }
+        dtypes |= {pack.dtypes.experts for pack in self._packs if pack.dtypes.experts is not None}
+        if given is None and not self._imagined:
+            rates: dict[str, float] = {}
+            for pack in self._packs:
+                rates |= product_rates(self._place, pack.dtypes)
+            if self._needs_rates():
+                slowest = min(rates.values()) / 1e9
+                self._add("weights multiplied at", slowest, "GB/s", "measured just now")
+            return rates
+        memory = MEMORY if given is None else given
+        if self._needs_rates():
+            source = (
+                "assumed: a card with 24 GB; --memory" if given is None else "given by --memory"
+            )
+            self._add("the device reads its memory at", memory, "GB/s", source)
+        return {
+            dtype: memory * 1e9 * (1.0 if scheme_of(dtype) is None else CODES_RATE)
+            for dtype in dtypes
+        }
+
+    def _needs_rates(self) -> bool:
+        """Whether any pass is priced by the bytes it reads, for want of a measured time."""
+        known = self._profile
+        if known is None or known.plain_layer_ms is None:
+            return True
+        return len(self._packs) > 1 and not known.draft_token_ms
+
+    def _acceptance(self, given: float | None) -> float:
+        known = self._profile
+        if given is not None:
+            return self._add("draft tokens accepted", given, "", "given by --acceptance")
+        if known is not None and known.acceptance is not None:
+            return self._add("draft tokens accepted", known.acceptance, "", "by profile")
+        return self._add("draft tokens accepted", ACCEPTANCE, "", "assumed; --acceptance")
+
+    def _layers_ahead(self) -> int:
+        """How many layers copies ahead of need may reach."""
+        target, *drafts = self._packs
+        if not drafts or not ExpertPredictor.fits(target.config, drafts[0].config):
+            return 0
+        layers = target.config.num_hidden_layers
+        return min(layers, LAYERS_AHEAD) if self._pinned else layers
+
+    def _add(self, name: str, value: float, unit: str, source: str) -> float:
+        self.figures.append(Figure(name, value, unit, source))
+        return value
+
+
+def _is_imagined(device: str, vram: str | int | float) -> bool:
+    """Whether a card is meant that is not in this machine; UsageError where its size is not said."""
+    kind = device.partition(":")[0]
+    if torch.cuda.is_available() or kind not in ("auto", "cuda"):
+        return False
+    is_size = vram != "auto" and parse_size(vram, 10**12) == parse_size(vram, 10**13)
+    if kind == "cuda":
+        if not is_size or not re.fullmatch(r"cuda(:\d+)?", device):
+            raise UsageError(f"--device {device}: no GPU is here; give its size, as in --vram 24GB")
+        return True
+    return is_size
+
+
+def _check_vocabulary(packs: list[Pack]) -> None:
+    """Refuse a draft of another vocabulary, as loading the pair would."""
+    target, *drafts = packs
+    for draft in drafts:
+        ours = Tokenizer.load(target.path, target.config)
+        theirs = Tokenizer.load(draft.path, draft.config)
+        ours.check_draft(theirs, target.config.vocab_size, draft.config.vocab_size)
+
+
+def _plan_dict(plan: Plan) -> dict[str, Any]:
+    return asdict(plan) | {"total_bytes": plan.total_bytes}

@@ -1,0 +1,272 @@
+"""`plan`: the memory that loading takes, prices by hand-made figures, and the command."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from spmoe_lite import cli
+from spmoe_lite import forecast as forecasts
+from spmoe_lite.converters import convert
+from spmoe_lite.cutoff import Profile, expected_copies, save_profile
+from spmoe_lite.engine import Engine, profile_path
+from spmoe_lite.errors import CapacityError, UnsupportedError, UsageError
+from spmoe_lite.forecast import forecast
+from spmoe_lite.pack import Pack
+from spmoe_lite.plan import ModelSize
+from spmoe_lite.speed import Costs, acceptance, mean_accepted, predict
+from tests import tiny
+
+HERE = torch.device("cpu")
+MEASURED = Profile(
+    expert_copy_ms=2.0,
+    draft_token_ms=1.0,
+    target_layer_ms=0.5,
+    plain_layer_ms=0.25,
+    verify_rows=5,
+    copy_gbps=9.0,
+    acceptance=0.75,
+)
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packs")
+    hf = tiny.tiny_mixtral(folder / "t", layers=3, experts=8, scale_head=4.0)
+    target = convert(hf, out=folder / "target.spmoe").path
+    return target, tiny.tiny_pack(folder / "d", kind="mistral", layers=3)
+
+
+@pytest.fixture(autouse=True)
+def no_card(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def spmoe(*args):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([str(arg) for arg in args])
+    return stop.value.code
+
+
+# --- memory
+
+
+@pytest.mark.parametrize("with_draft", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"vram": "6MB"},
+        {"vram": "6MB", "kv_type": "int8", "ctx_size": 100},
+        {"vram": "20MB", "slots": 7},
+        {"vram": "8MB", "draft_tokens": 9},
+    ],
+)
+def test_it_is_the_plan_that_loading_makes(packs, with_draft, options):
+    pair = packs if with_draft else packs[:1]
+    with Engine.load(*pair, device="cpu", **options) as engine:
+        loaded = engine.plan
+    planned = forecast(*pair, device="cpu", **options).plan
+    for moment in ("read_rate", "token_seconds", *([] if "vram" in options else ["budget"])):
+        planned = replace(planned, **{moment: getattr(loaded, moment)})
+    assert planned == loaded
+    assert planned.total_bytes <= planned.budget
+
+
+def test_no_weight_is_read(packs, monkeypatch):
+    def fail(*args, **given):
+        raise AssertionError("weights")
+
+    for name in ("_read", "_map", "load_dense"):
+        monkeypatch.setattr(Pack, name, fail)
+    assert forecast(*packs, device="cpu").plan.slots == 24
+    assert forecast(*packs, vram="24GB").plan.slots == 24
+
+
+def test_without_a_gpu_a_size_means_a_card_and_cpu_this_machine(packs):
+    card = forecast(*packs, vram="12MB")
+    assert card.plan.device == "cuda" and card.plan.graph_bytes > 0
+    assert card.plan == forecast(*packs, vram="12MB", device="cuda").plan
+    assert forecast(*packs, vram="12MB", device="cpu").plan.device == "cpu"
+    assert forecast(*packs, vram=0.9).plan.device == "cpu"  # of what is free: here
+    assert forecast(*packs).plan.device == "cpu"
+    for vram in ("auto", "0.5"):
+        with pytest.raises(UsageError, match="--vram 24GB"):
+            forecast(*packs, device="cuda", vram=vram)
+
+
+def test_a_refusal_is_that_of_loading_and_its_advice_works(packs):
+    options = {"vram": "4MB", "slots": 12}
+    with pytest.raises(CapacityError) as refused:
+        forecast(*packs, device="cpu", **options)
+    with pytest.raises(CapacityError) as not_loaded:
+        Engine.load(*packs, device="cpu", **options)
+    assert str(refused.value) == str(not_loaded.value)
+    (vram,) = re.findall(r"raise --vram to (\S+)", str(refused.value))
+    assert forecast(*packs, device="cpu", vram=vram, slots=12).plan.slots == 12
+
+
+def test_a_pair_that_cannot_be_loaded_is_refused(packs, tmp_path):
+    other = tiny.tiny_pack(tmp_path, kind="mistral", tokenizer="byte-fallback")
+    with pytest.raises(UnsupportedError):
+        Engine.load(packs[0], other, device="cpu")
+    with pytest.raises(UnsupportedError):
+        forecast(packs[0], other, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"link": 0},
+        {"link": float("nan")},
+        {"memory": -1.0},
+        {"memory": float("inf")},
+        {"acceptance": 1.5},
+        {"acceptance": float("nan")},
+        {"draft_tokens": 99},
+        {"vram": "20"},
+        {"vram": "plenty"},
+        {"ctx_size": 10**9},
+        {"device": "tpu"},
+        {"device": "cuda:x", "vram": "24GB"},
+    ],
+)
+def test_what_is_no_figure_is_refused_in_a_line(packs, options):
+    with pytest.raises(UsageError) as refused:
+        forecast(*packs, **options)
+    flag = "--" + next(iter(options)).replace("_", "-")
+    assert str(refused.value).startswith(flag) and "\n" not in str(refused.value)
+
+
+# --- price
+
+
+def size_of(pack):
+    with Pack.open(pack) as opened:
+        return ModelSize.of(opened)
+
+
+def test_a_step_is_what_its_parts_take(packs):
+    target, draft = map(size_of, packs)
+    rates = dict.fromkeys((*target.dense, "fp32", "bf16"), 1e9)
+    costs = Costs(target.stride / 2e-3, rates, MEASURED, acceptance=0.5)
+    step = predict(target, draft, 12, 4, costs)
+    copies = 3 * expected_copies(8, 2, 5, 0.5)
+    assert step.copies == pytest.approx(copies) and step.copy_ms == pytest.approx(2 * copies)
+    assert (step.drafting_ms, step.pass_ms, step.hidden_ms) == (4.0, 1.5, 0.0)
+    assert step.tokens == pytest.approx(1 + 0.5 + 0.25 + 0.125 + 0.0625)
+    assert step.token_ms == pytest.approx((4 + 1.5 + 2 * copies) / step.tokens)
+    assert predict(target, draft, 12, 2, costs).pass_ms == pytest.approx(3 * (0.25 + 0.25 / 2))
+    plain = predict(target, None, 12, 4, costs)
+    assert (plain.tokens, plain.drafting_ms, plain.pass_ms) == (1, 0, 0.75)
+    assert plain.copies == pytest.approx(3 * 2 * 0.5)
+    assert predict(target, draft, 24, 4, costs).copies == 0
+    ahead = predict(target, draft, 12, 4, replace(costs, layers_ahead=3, read_rate=1e12))
+    assert 0 < ahead.hidden_ms < ahead.copy_ms
+
+
+def test_without_a_profile_a_pass_takes_its_bytes(packs):
+    target, draft = map(size_of, packs)
+    rates = dict.fromkeys((*target.dense, *draft.dense, target.dtypes.experts), 1e9)
+    costs = Costs(1e9, rates, acceptance=1.0)
+    plain = predict(target, None, 24, 0, costs)
+    assert plain.pass_ms == pytest.approx((target.dense_bytes + 3 * 2 * target.stride) / 1e6)
+    step = predict(target, draft, 24, 1, costs)
+    assert step.drafting_ms == pytest.approx(draft.dense_bytes / 1e6) and step.tokens == 2
+
+
+def test_acceptance_and_its_mean_are_inverse():
+    for a in (0.0, 0.3, 0.95, 1.0):
+        assert acceptance(mean_accepted(a, 4), 4) == pytest.approx(a, abs=1e-6)
+
+
+def test_what_was_measured_here_is_used_and_flags_come_first(packs, tmp_path):
+    save_profile(profile_path(["target", packs[1].stem], HERE, tmp_path), MEASURED)
+    where = {"device": "cpu", "home": tmp_path, "vram": "8MB", "slots": 12}
+    found = forecast(*packs, **where)
+    assert found.speed.drafting_ms == 4.0 and found.speed.pass_ms == pytest.approx(1.5)
+    assert found.plain_speed.pass_ms == pytest.approx(0.75)
+    assert found.speed.tokens == pytest.approx(1 + mean_accepted(0.75, 4))
+    assert found.speed.copy_ms == pytest.approx(2 * found.speed.copies)
+    assert {figure.source for figure in found.figures} == {"by profile"}
+    given = forecast(*packs, **where, acceptance=0.5, link=1.0)
+    sources = {figure.name: figure.source for figure in given.figures}
+    assert sources["link"] == "given by --link"
+    assert sources["draft tokens accepted"] == "given by --acceptance"
+    assert given.plan.read_rate == 1e9
+    alone = forecast(packs[0], device="cpu", home=tmp_path)
+    assert alone.plain_plan is None and alone.verdict() == ""
+
+
+def test_what_is_assumed_says_so_and_names_its_flag(packs):
+    found = forecast(*packs, vram="12MB", slots=6)
+    assert {"link", "draft tokens accepted"} <= {figure.name for figure in found.figures}
+    for figure in found.figures:
+        assert figure.source.startswith("assumed") and "--" in figure.source
+    assert found.notes
+
+
+def test_it_says_which_is_faster_and_why(packs, tmp_path):
+    path = profile_path(["target", packs[1].stem], HERE, tmp_path)
+    where = {"device": "cpu", "home": tmp_path, "vram": "6.3MB"}
+    save_profile(path, replace(MEASURED, acceptance=1.0, expert_copy_ms=0.0, plain_layer_ms=9.0,
+                               target_layer_ms=9.0))  # fmt: skip
+    fast = forecast(*packs, **where)
+    assert fast.draft_is_faster and fast.verdict().startswith("the draft makes it faster")
+    save_profile(path, replace(MEASURED, acceptance=0.0))
+    slow = forecast(*packs, **where)
+    assert slow.draft_is_faster is False
+    lost = slow.plain_plan.slots - slow.plan.slots
+    assert lost > 0 and f"take the room of {lost} experts" in slow.verdict()
+    assert "without the draft is faster" in slow.verdict()
+    assert "--draft-tokens 1 would take" in slow.verdict()
+    save_profile(path, Profile(1e-6, 1e-6, 1.0, 1.0, 5, 1.0, None, 0.0))
+    assert forecast(*packs, **where).draft_is_faster is None
+
+
+# --- the command
+
+
+def test_the_command_shows_both_ways(packs, capsys):
+    target, draft = packs
+    assert spmoe("plan", target, "--draft", draft, "--vram", "14MB", "--slots", "9") == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"^ON CUDA +WITH DRAFT +WITHOUT$", out, re.MULTILINE)
+    assert re.search(r"^experts in slots +9 of 24 +9 of 24$", out, re.MULTILINE)
+    assert re.search(r"^draft +\S+ \w+ +-$", out, re.MULTILINE)
+    assert re.search(r"^ms a token +\S+ +\S+$", out, re.MULTILINE)
+    assert "faster" in out.splitlines()[-1]
+    assert "link: 25 GB/s, assumed" in err and "draft tokens accepted: 70%, assumed" in err
+
+
+def test_the_command_gives_every_figure_as_json(packs, capsys):
+    target, draft = packs
+    assert spmoe("plan", target, "--draft", draft, "--vram", "12MB", "--slots", "9", "--json") == 0
+    out = capsys.readouterr().out
+    found = json.loads(out)
+    assert out.isascii() and found["plan"]["slots"] == 9
+    assert found["faster"] in ("draft", "no draft", None) and found["verdict"]
+    assert found["without_draft"]["plan"]["draft_bytes"] == 0
+    assert found["speed"]["token_ms"] > 0
+    assert {"name", "value", "unit", "source"} == set(found["figures"][0])
+    assert spmoe("plan", draft, "--json") == 0  # a dense model: memory alone
+    assert json.loads(capsys.readouterr().out)["speed"] is None
+
+
+def test_what_does_not_fit_is_4_and_its_advice_works(packs, capsys):
+    target, draft = packs
+    args = ["plan", target, "--draft", draft, "--device", "cpu", "--vram", "3.8MB"]
+    assert spmoe(*args) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    advice = re.findall(r"(?:raise|lower) (--\S+) to (\S+)", line)
+    assert advice
+    for flag, value in advice:
+        assert spmoe(*args, flag, value) == 0
+    if "use --kv-type int8" in line:
+        assert spmoe(*args, "--kv-type", "int8") == 0
+    assert spmoe("plan", target.with_name("none.spmoe")) == 3
+    assert spmoe("plan", target, "--acceptance", "2") == 2
+    assert spmoe("plan", target, "--link", "fast") == 2
+    assert forecasts.ACCEPTANCE == 0.7  # as the manual says
