@@ -20,7 +20,8 @@ import torch
 from spmoe_lite.device import current, synchronize
 from spmoe_lite.errors import SpmoeError
 
-MAPPED_READ_ONLY = 2 | 8  # cudaHostRegisterMapped | cudaHostRegisterReadOnly
+MAPPED = 2  # cudaHostRegisterMapped
+MAPPED_READ_ONLY = MAPPED | 8  # cudaHostRegisterReadOnly
 BY_ADDRESS = 4  # cudaMemcpyDefault: the runtime knows which memory an address is of
 
 log = logging.getLogger("spmoe_lite")
@@ -30,34 +31,36 @@ class Refused(Exception):
     """The system does not page-lock this memory; the message is its reason."""
 
 
-def copy_to_device(address: int, source: int, size: int, stream: torch.cuda.Stream | None) -> None:
+def copy_bytes(address: int, source: int, size: int, stream: torch.cuda.Stream | None) -> None:
     """Order a copy of `size` bytes on the stream; without a stream, copy now within RAM.
 
-    `source` is a `HostMap.address`. Returns at once, other threads run meanwhile.
+    One of the two is the GPU's, the other page-locked (`HostMap.address`, a place of `RamTier`). Returns
+    at once, other threads run meanwhile.
     """
     if stream is None:
         ctypes.memmove(address, source, size)
     elif code := _cudart().cudaMemcpyAsync(address, source, size, BY_ADDRESS, stream.cuda_stream):
-        raise SpmoeError(f"copying {size} bytes to the GPU failed: {_reason(code)}")
+        raise SpmoeError(f"copying {size} bytes to or from the GPU failed: {_reason(code)}")
 
 
 class Cuda:
-    """What the CUDA runtime does for `HostMap`, on one device; tests put another in its place."""
+    """What the CUDA runtime does for page-locked memory, on one device; tests put another in its place."""
 
     def __init__(self, device: torch.device):
         self._device = device
 
-    def register(self, address: int, size: int) -> int:
+    def register(self, address: int, size: int, writable: bool = False) -> int:
         """Page-lock `size` bytes from `address` on, both multiples of the page; return the device's address.
 
-        Raises `Refused`, and leaves no error behind in the runtime.
+        `writable`: the device may copy there, too. Raises `Refused`, and leaves no error behind in the runtime.
         """
         try:
             runtime = _cudart()
         except OSError as error:
             raise Refused(str(error)) from error
         with current(self._device):
-            if code := runtime.cudaHostRegister(address, size, MAPPED_READ_ONLY):
+            flags = MAPPED if writable else MAPPED_READ_ONLY
+            if code := runtime.cudaHostRegister(address, size, flags):
                 raise Refused(_reason(code))
             seen = ctypes.c_void_p()
             if code := runtime.cudaHostGetDevicePointer(ctypes.byref(seen), address, 0):

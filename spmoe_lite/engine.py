@@ -68,6 +68,7 @@ from spmoe_lite.plan import KV_TYPES, ModelSize, Plan, parse_size, plan_pair
 from spmoe_lite.predictor import ExpertPredictor
 from spmoe_lite.prefetch import Prefetcher
 from spmoe_lite.progress import OnProgress, Progress, check
+from spmoe_lite.ramtier import RamTier
 from spmoe_lite.session import Session
 from spmoe_lite.slab import make_slab
 from spmoe_lite.slots import POLICIES, SlotTable
@@ -99,7 +100,7 @@ class Engine:
         """Use `Engine.load`."""
         self._prefetcher: Prefetcher | None = None
         self._trace: TraceWriter | None = None
-        self._host_map: HostMap | None = None
+        self._host_memory: HostMap | RamTier | None = None
         self.device = device
         self.counters = Counters()
         self.plan: Plan
@@ -365,8 +366,8 @@ class Engine:
                 synchronize(self.device)  # no copy may land in memory that others get
             finally:  # a device that has failed says so here; the host's part is freed all the same
                 self.__dict__.pop("decoder", None)
-                if self._host_map is not None:
-                    self._host_map.close()
+                if self._host_memory is not None:
+                    self._host_memory.close()
                 for pack in self._packs:
                     pack.close()
             if self.device.type == "cuda":
@@ -390,6 +391,7 @@ class Engine:
         decoder: Decoder | None = self.__dict__.get("decoder")
         if decoder is None:
             raise BusyError("the engine is closed")
+        tier = None if decoder.store is None else decoder.store.tier
         graphs, regime = decoder.graphs, "host-driven"
         if graphs is not None:
             regime = "all-resident" if graphs.tables is None else "dynamic"
@@ -403,6 +405,7 @@ class Engine:
             "cutoff_layer": decoder.last_cutoff,
             "drafting_paused": drafting_paused,
             "prefetch_paused": decoder.usefulness.paused,
+            "ram_places": None if tier is None else tier.num_places,
             "steps": "driven by the host" if graphs is None else "captured",
             "regime": regime,
             "warnings": warnings(self.counters, drafting_paused, decoder.usefulness.paused),
@@ -613,14 +616,31 @@ class Engine:
         assert layout is not None, "a pack of a Mixture-of-Experts model has a layout"
         slab = self.make_slab(slots, layout.stride, self.device)
         layers, experts, k = c.num_hidden_layers, c.num_local_experts, c.num_experts_per_tok
-        host = None
-        if self.device.type == "cuda" and slots < layers * experts:
-            host = self._host_map = HostMap(
-                pack, self.device, pin_bytes(pin, pack), on_progress, cancel
-            )
         table = SlotTable(slots, layers, experts, k, policy)
+        host, whole = None, layers * experts * layout.stride
+        pinned = "none" if table.all_fit else self._pinned(pin, pack)
+        in_part = isinstance(pinned, int) and pinned < whole
+        if pinned != "none" and not in_part:
+            host = self._host_memory = HostMap(pack, self.device, pinned, on_progress, cancel)
         store = self.make_store(pack, slab, table, counters, self.device, host)
+        if isinstance(pinned, int) and in_part:
+            self._host_memory = tier = RamTier(
+                pack,
+                slab,
+                pinned,
+                table.last_used,
+                counters,
+                self.device,
+                bypass=whole > available_bytes(torch.device("cpu")),
+                on_progress=on_progress,
+                cancel=cancel,
+            )
+            store.tier = tier if tier.num_places else None
         return Transformer(c, tensors, context, store, layout), store
+
+    def _pinned(self, pin: str | int, pack: Pack) -> Literal["all", "none"] | int:
+        """What may be page-locked of host memory; on the CPU the slots are in RAM already."""
+        return pin_bytes(pin, pack) if self.device.type == "cuda" else "none"
 
     def _kv_cache(self, model: Transformer, capacity: int) -> KVCache:
         dtype = torch.int8 if self.kv_type == "int8" else model.dtype

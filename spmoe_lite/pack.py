@@ -234,6 +234,11 @@ class Pack:
             )
         self._read(m.layer_file(layer), start + offset, out)
 
+    def expert_file(self, layer: int) -> tuple[int, int]:
+        """The descriptor of a layer's file, open until `close`, and the byte where expert 0 begins."""
+        _, start = self._locate(layer, 0)
+        return self._file(m.layer_file(layer)).fileno(), start
+
     def _locate(self, layer: int, expert: int) -> tuple[ExpertLayout, int]:
         if self.expert_layout is None:
             raise ValueError(f"{self.name} is a dense model and has no experts")

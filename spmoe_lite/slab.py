@@ -1,11 +1,16 @@
 """The slab: one tensor of equal slots that the expert kernels read, and the copies that fill it.
 
-Two slabs with the same six methods. `HostSlab` lives in RAM and copies at once. `DeviceSlab` lives in
+Two slabs with the same methods. `HostSlab` lives in RAM and copies at once. `DeviceSlab` lives in
 VRAM, and a slot is a two-event handshake: the copy stream waits for the slot's last reader before it
 overwrites it, the compute stream waits for the slot's fill before it reads it. An expert in page-locked
-memory goes to its slot in one copy (`fill_from`). Any other is read from the pack into a pinned ring, each
-piece by several threads since one moves less than a tenth of what the bus does, and goes on from there
-(`fill`); the host waits for a ring buffer only.
+memory goes to its slot in one copy (`fill_from`), one that arrives there bit by bit in as many
+(`fill_pieces`). Any other is read from the pack into a pinned ring, each piece by several threads since one
+moves less than a tenth of what the bus does, and goes on from there (`fill`); the host waits for a ring
+buffer only. What leaves a slot can be kept in host memory (`save`), on a stream of its own: the bus carries
+both ways at once.
+
+A fill that can wait is given `go_on`, which is called before each piece: it may wait, or end the fill by an
+error. Such a fill has at most two pieces ordered at a time, so that a copy that cannot wait is soon next.
 """
 
 from __future__ import annotations
@@ -14,18 +19,22 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 
 import numpy as np
 import torch
 
-from spmoe_lite.cudart import copy_to_device
+from spmoe_lite.cudart import copy_bytes
 from spmoe_lite.device import host_buffer
 from spmoe_lite.errors import CapacityError
 
 ReadExpert = Callable[[np.ndarray, int], None]  # fills a uint8 array from an offset in the expert
+GoOn = Callable[[], object]
+Piece = tuple[int, int, int]  # of an expert: offset, address in page-locked memory, bytes
+PIECE = 16 << 20  # bytes of a copy that can wait; larger ones are no faster
 RING_BUFFERS = 4
 RING_BYTES = 16 << 20  # a power of two: pinned allocations are rounded up to one
 READERS = min(8, os.cpu_count() or 1)  # threads that fill a ring buffer
@@ -59,11 +68,23 @@ class HostSlab:
     def address(self, slot: int) -> int:
         return self.slots.data_ptr() + slot * self.slots.shape[1]
 
-    def fill(self, slot: int, read: ReadExpert) -> None:
+    def fill(self, slot: int, read: ReadExpert, go_on: GoOn | None = None) -> None:
+        if go_on is not None:
+            go_on()
         read(self._rows[slot], 0)
 
-    def fill_from(self, slot: int, source: int) -> None:
-        copy_to_device(self.address(slot), source, self.slots.shape[1], None)
+    def fill_from(self, slot: int, source: int, go_on: GoOn | None = None) -> None:
+        self.fill_pieces(slot, _pieces(source, self.slots.shape[1], go_on))
+
+    def fill_pieces(self, slot: int, pieces: Iterable[Piece], patient: bool = False) -> None:
+        for offset, address, size in pieces:
+            copy_bytes(self.address(slot) + offset, address, size, None)
+
+    def save(self, slot: int, address: int, after: object = None) -> None:
+        copy_bytes(address, self.address(slot), self.slots.shape[1], None)
+
+    def drain(self) -> None:
+        pass  # every copy has ended
 
     def arrived(self, slot: int) -> bool:
         return True
@@ -81,6 +102,7 @@ class DeviceSlab:
     def __init__(self, num_slots: int, stride: int, device: torch.device):
         self.slots = torch.empty((num_slots, stride), dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device)
+        self._saving = torch.cuda.Stream(device)
         self._filled: list[torch.cuda.Event | None] = [None] * num_slots
         self._last_read: list[torch.cuda.Event | None] = [None] * num_slots
         size = min(stride, RING_BYTES)
@@ -91,28 +113,70 @@ class DeviceSlab:
     def address(self, slot: int) -> int:
         return self.slots.data_ptr() + slot * self.slots.shape[1]
 
-    def fill(self, slot: int, read: ReadExpert) -> None:
+    def fill(self, slot: int, read: ReadExpert, go_on: GoOn | None = None) -> None:
         """Fill a slot through the ring; `read` is called by several threads at once."""
         self._wait_read(slot)
         stride = self.slots.shape[1]
         for offset in range(0, stride, RING_BYTES):
+            if go_on is not None:
+                go_on()
             self._send(slot, offset, min(RING_BYTES, stride - offset), read)
         self._mark_filled(slot)
 
-    def fill_from(self, slot: int, source: int) -> None:
+    def fill_from(self, slot: int, source: int, go_on: GoOn | None = None) -> None:
         """Fill a slot from the address of an expert in page-locked memory (`HostMap.address`)."""
+        pieces = _pieces(source, self.slots.shape[1], go_on)
+        self.fill_pieces(slot, pieces, patient=go_on is not None)
+
+    def fill_pieces(
+        self, slot: int, pieces: Iterable[Piece], patient: bool = False
+    ) -> torch.cuda.Event:
+        """Fill a slot by a copy of each piece, ordered when it comes; returns the event of the last.
+
+        patient: at most two are on their way at a time.
+        """
         self._wait_read(slot)
-        copy_to_device(self.address(slot), source, self.slots.shape[1], self._stream)
-        self._mark_filled(slot)
+        ordered: deque[torch.cuda.Event] = deque()
+        for offset, address, size in pieces:
+            copy_bytes(self.address(slot) + offset, address, size, self._stream)
+            if patient:
+                ordered.append(self._record(self._stream))
+                if len(ordered) == 2:
+                    ordered.popleft().synchronize()
+        return self._mark_filled(slot)
+
+    def save(
+        self, slot: int, address: int, after: torch.cuda.Event | None = None
+    ) -> torch.cuda.Event:
+        """Copy what is in a slot to page-locked memory, before any later fill; returns the event.
+
+        after: of the last copy from there.
+        """
+        for event in (self._filled[slot], after):
+            if event is not None:
+                self._saving.wait_event(event)
+        copy_bytes(address, self.address(slot), self.slots.shape[1], self._saving)
+        saved = self._record(self._saving)
+        self._stream.wait_event(saved)
+        return saved
+
+    def drain(self) -> None:
+        """Wait for every copy that was ordered."""
+        self._stream.synchronize()
+        self._saving.synchronize()
 
     def _wait_read(self, slot: int) -> None:
         if (last_read := self._last_read[slot]) is not None:
             self._stream.wait_event(last_read)
 
-    def _mark_filled(self, slot: int) -> None:
-        filled = torch.cuda.Event()
-        filled.record(self._stream)
-        self._filled[slot] = filled
+    def _mark_filled(self, slot: int) -> torch.cuda.Event:
+        self._filled[slot] = filled = self._record(self._stream)
+        return filled
+
+    def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
 
     def _send(self, slot: int, offset: int, size: int, read: ReadExpert) -> None:
         """One piece of an expert through the ring."""
@@ -156,6 +220,16 @@ class DeviceSlab:
         event.record(torch.cuda.current_stream(self.slots.device))
         for slot in slots:
             self._last_read[slot] = event
+
+
+def _pieces(source: int, size: int, go_on: GoOn | None) -> Iterator[Piece]:
+    """An expert at an address: whole, or in pieces if it can wait."""
+    if go_on is None:
+        yield 0, source, size
+        return
+    for offset in range(0, size, PIECE):
+        go_on()
+        yield offset, source + offset, min(PIECE, size - offset)
 
 
 def _end(readers: ThreadPoolExecutor) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from spmoe_lite import cudart
-from spmoe_lite.cudart import copy_to_device
+from spmoe_lite.cudart import copy_bytes
 from spmoe_lite.hostmap import HostMap
 from spmoe_lite.pack import Pack
 from spmoe_lite.slab import DeviceSlab
@@ -161,7 +161,7 @@ def test_kind_l_o36_closing_waits_for_copies_and_gives_everything_back(file_pack
         torch.cuda.synchronize()
         for expert in range(len(slots)):
             source = host_map.address(0, expert)
-            copy_to_device(slots[expert].data_ptr(), source, stride, stream)
+            copy_bytes(slots[expert].data_ptr(), source, stride, stream)
         host_map.close()  # with nearly all of it still to come
         assert stream.query()
         got, wanted = slots.cpu().numpy(), np.empty(stride, dtype=np.uint8)

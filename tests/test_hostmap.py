@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from spmoe_lite import cudart, hostmap
-from spmoe_lite.cudart import Refused, copy_to_device
+from spmoe_lite.cudart import Refused, copy_bytes
 from spmoe_lite.errors import Cancelled, DamagedError, SpmoeError
 from spmoe_lite.hostmap import HostMap, default_pin
 from spmoe_lite.pack import Pack
@@ -340,8 +340,10 @@ def test_kind_i_o25_no_error_stays_in_the_runtime(pack, monkeypatch, caplog, cod
 def test_a_failed_copy_is_an_error_with_the_reason(monkeypatch):
     runtime = Runtime(copy=700)
     monkeypatch.setattr(cudart, "_cudart", lambda: runtime)
-    with pytest.raises(SpmoeError, match="8 bytes to the GPU failed: CUDA error 700: out of mem"):
-        copy_to_device(0, 0, 8, SimpleNamespace(cuda_stream=0))
+    with pytest.raises(
+        SpmoeError, match="8 bytes to or from the GPU failed: CUDA error 700: out of mem"
+    ):
+        copy_bytes(0, 0, 8, SimpleNamespace(cuda_stream=0))
     assert runtime.last == 0
 
 
@@ -356,5 +358,5 @@ def test_a_dense_model_has_nothing_to_lock(tmp_path):
 def test_a_copy_within_ram(pack):
     device_map, stride = HostMap(pack, CPU), pack.expert_layout.stride
     out = np.zeros(stride, dtype=np.uint8)
-    copy_to_device(out.ctypes.data, device_map.address(1, 1), stride, None)
+    copy_bytes(out.ctypes.data, device_map.address(1, 1), stride, None)
     assert (out == stored(pack, 1, 1)).all()

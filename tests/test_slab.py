@@ -178,7 +178,7 @@ def test_an_expert_in_page_locked_memory_is_one_copy(kind, request, monkeypatch)
         copies.append((size, stream))
         ctypes.memmove(address, source, size)
 
-    monkeypatch.setattr(slab, "copy_to_device", copy)
+    monkeypatch.setattr(slab, "copy_bytes", copy)
     made.fill_from(2, expert.ctypes.data)
     assert (made.slots[2].numpy() == expert).all()
     assert copies == [(STRIDE, getattr(made, "_stream", None))]

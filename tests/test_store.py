@@ -50,7 +50,7 @@ class FakeStreamSlab:
     def address(self, slot):
         return slot * STRIDE
 
-    def fill(self, slot, read):
+    def fill(self, slot, read, go_on=None):
         assert slot not in self.unread, "overwritten while a kernel still reads it"
         out = np.empty(STRIDE, np.uint8)
         self.bytes[slot] = 255

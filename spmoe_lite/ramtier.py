@@ -1,0 +1,616 @@
+"""The RAM tier: places for experts in page-locked memory, where RAM does not hold the whole pack.
+
+    disk --large reads--> place --bus--> slot        an expert found in a place starts there
+    slot --bus--> place                              one that leaves its slot goes back
+
+The two tiers hold different experts: what has a slot gives up its place first, so VRAM and RAM together
+hold as many experts as they have room for, and where that is the whole pack nothing is read twice. Of the
+experts that have a place alone, the one whose last use by an accepted token is longest ago goes first (the
+recency of the slot table); what leaves a slot older than that is not kept. One pool serves all layers.
+Why so, against other rules: docs/cache.md.
+
+An expert is read in parts by several threads, a demand's before a prefetch's, and each part is sent on as
+it arrives: disk and bus work at the same time. Where the pack is larger than RAM the reads pass by the page
+cache (O_DIRECT, or the pages are given back), which would hold every byte a second time.
+
+A place is written to only after what was begun there has ended: reads of a fill that was given up, copies
+to a slot, a copy from one. A place counts as filled when all its bytes are there, or ordered by the device
+before any reader; nothing else is ever copied from. Interrupts: `settle` drops what a pass that was cut
+short had begun, and a copy whose event is not known makes the next writer wait for all copies.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from spmoe_lite.cudart import Cuda, Refused
+from spmoe_lite.progress import OnProgress, Progress, check, size
+from spmoe_lite.slots import ExpertKey
+from spmoe_lite.stats import Counters
+
+if TYPE_CHECKING:
+    from spmoe_lite.pack import Pack
+    from spmoe_lite.slab import DeviceSlab, HostSlab, Piece
+
+READERS = 8  # threads that wait for the disk
+LEAST_PART, MOST_PART = 1 << 20, 4 << 20  # bytes of one read
+AHEAD_BYTES = READERS * MOST_PART  # begun before they are asked for, so that no reader is idle
+COPY_BYTES = 16 << 20  # of a copy that can wait
+CHUNK_BYTES = 256 << 20  # page-locked at once
+BLOCK = 4096  # what O_DIRECT wants everything to be a multiple of
+LOOK_SECONDS = 0.1  # between two looks at `go_on` while a read is waited for
+
+log = logging.getLogger("spmoe_lite")
+
+
+class Places:
+    """Which expert has which place, and who has to go. Pure Python, one lock around it.
+
+    A place is free, being filled, or filled; `held` ones stay (a thread reads or writes them). What has a
+    place and is not unfilled is intact: that holds at every moment, and `settle` makes the rest from it.
+    """
+
+    def __init__(self, count: int, last_used: Mapping[ExpertKey, int]):
+        self.held: dict[ExpertKey, ExpertKey | None] = {}  # and the fill that holds it
+        self._count = count
+        self._last_used = last_used
+        self._place_of: dict[ExpertKey, int] = {}
+        self._unfilled: set[ExpertKey] = set()
+        self._doubles: dict[ExpertKey, None] = {}  # have a slot too; the one that came first goes
+        self._ages: list[tuple[int, ExpertKey]] = []  # heap of the others, corrected when looked at
+        self._free = list(range(count))[::-1]
+
+    def place(self, key: ExpertKey) -> int | None:
+        """Where the expert is, or is going to be."""
+        return self._place_of.get(key)
+
+    def is_filled(self, key: ExpertKey) -> bool:
+        return key in self._place_of and key not in self._unfilled
+
+    def take(
+        self, key: ExpertKey, holder: ExpertKey | None, only_for_younger: bool = False
+    ) -> int | None:
+        """A place for `key`, held and to be filled; None if nothing may go for it.
+
+        only_for_younger: an expert that has no slot goes only if its last use is longer ago than that
+        of `key`.
+        """
+        assert key not in self._place_of
+        if not self._free:
+            limit = self._age(key) if only_for_younger else None
+            victim = self._victim(limit)
+            if victim is None:
+                return None
+            self.drop(victim)
+        self._unfilled.add(key)
+        self.held[key] = holder
+        self._place_of[key] = place = self._free.pop()
+        return place
+
+    def filled(self, key: ExpertKey) -> None:
+        self._unfilled.discard(key)
+
+    def release(self, key: ExpertKey) -> None:
+        self.held.pop(key, None)
+
+    def drop(self, key: ExpertKey) -> None:
+        """Free the place."""
+        self._free.append(self._place_of.pop(key))
+        self._unfilled.discard(key)
+        self._doubles.pop(key, None)
+        self.held.pop(key, None)
+
+    def settle(self, going_on: ExpertKey | None) -> list[ExpertKey]:
+        """Only what the fill of `going_on` holds is held; returns whom that cost an unfilled place."""
+        self.held = {k: by for k, by in self.held.items() if by is not None and by == going_on}
+        lost = [key for key in self._unfilled if key not in self.held]
+        for key in lost:
+            self._place_of.pop(key, None)
+            self._doubles.pop(key, None)
+        self._unfilled.difference_update(lost)
+        taken = set(self._place_of.values())
+        self._free = [place for place in range(self._count)[::-1] if place not in taken]
+        self._sort()
+        return lost
+
+    def got_slot(self, key: ExpertKey) -> None:
+        """The expert has a slot as well."""
+        self._doubles[key] = None
+
+    def lost_slot(self, key: ExpertKey) -> None:
+        """The expert has its place alone."""
+        self._doubles.pop(key, None)
+        heapq.heappush(self._ages, (self._age(key), key))
+        if len(self._ages) > 4 * self._count + 64:
+            self._sort()
+
+    def _sort(self) -> None:
+        alone = self._place_of.keys() - self._doubles.keys()
+        self._ages = [(self._age(key), key) for key in alone]
+        heapq.heapify(self._ages)
+
+    def _age(self, key: ExpertKey) -> int:
+        return self._last_used.get(key, -1)
+
+    def _victim(self, limit: int | None) -> ExpertKey | None:
+        for key in self._doubles:
+            if key not in self.held:
+                return key
+        staying = []
+        victim = None
+        while self._ages:
+            age, key = heapq.heappop(self._ages)
+            if key not in self._place_of or key in self._doubles:
+                continue
+            if age != self._age(key):
+                heapq.heappush(self._ages, (self._age(key), key))
+                continue
+            staying.append((age, key))
+            if limit is not None and age >= limit:
+                break
+            if key not in self.held:
+                victim = staying.pop()[1]
+                break
+        for entry in staying:
+            heapq.heappush(self._ages, entry)
+        return victim
+
+
+class RamTier:
+    """Experts of one pack in host memory, on their way to the slots of one slab. Close it before the pack."""
+
+    def __init__(
+        self,
+        pack: Pack,
+        slab: HostSlab | DeviceSlab,
+        budget: int,
+        last_used: Mapping[ExpertKey, int],
+        counters: Counters,
+        device: torch.device,
+        *,
+        bypass: bool,
+        on_progress: OnProgress | None = None,
+        cancel: threading.Event | None = None,
+        driver: Cuda | None = None,
+    ):
+        """Page-lock up to `budget` bytes; `bypass`: leave the page cache alone.
+
+        Reports Progress("pin", done, total, "bytes"); raises `Cancelled` between two pieces. After any
+        error nothing is left locked. What the system refuses is said once, and `num_places` is what it
+        granted, perhaps 0. On the CPU the memory is plain.
+        """
+        assert pack.expert_layout is not None
+        if driver is None and device.type == "cuda":
+            driver = Cuda(device)
+        self._stride = stride = pack.expert_layout.stride
+        self._slab = slab
+        self._counters = counters
+        self._rows: list[np.ndarray] = []  # uint8 [stride] of each place
+        self._buffers: list[np.ndarray] = []  # what they are rows of
+        self._registered: list[int] = []  # where each locked buffer begins, or one about to be
+        self._reads = _Reads(pack, bypass)
+        self._owned = self._reads, driver, self._registered, self._buffers
+        weakref.finalize(
+            self, _release, *self._owned
+        ).atexit = False  # the end of the process is an end, too
+        try:
+            self._allocate(min(budget // stride, pack.expert_count()), driver, on_progress, cancel)
+        except BaseException:
+            self.close()
+            raise
+        self._lock = threading.Lock()
+        self._places = Places(len(self._rows), last_used)
+        self._reading: dict[ExpertKey, _Read] = {}
+        self._last_read: list[_Read | None] = [None] * len(self._rows)  # of each place
+        self._last_copy: list[Any] = [None] * len(self._rows)  # its event, None, or _UNKNOWN
+        part = -(-stride // READERS // BLOCK) * BLOCK
+        part = max(LEAST_PART, min(MOST_PART, part))
+        self._parts = [(start, min(part, stride - start)) for start in range(0, stride, part)]
+        self._copies = [
+            (start, min(COPY_BYTES, stride - start)) for start in range(0, stride, COPY_BYTES)
+        ]
+
+    @property
+    def num_places(self) -> int:
+        return len(self._rows)
+
+    def has(self, key: ExpertKey) -> bool:
+        """Whether a copy to a slot would start in RAM."""
+        with self._lock:
+            return self._places.is_filled(key)
+
+    def fill(
+        self,
+        key: ExpertKey,
+        slot: int,
+        victim: ExpertKey | None,
+        go_on: Callable[[], object],
+        urgent: bool,
+    ) -> bool:
+        """Bring an expert into its slot; False if there is no place that could be had for it.
+
+        victim: the expert whose bytes are still in the slot; it goes to a place. `go_on` is called before
+        each piece and while one is waited for, and ends the fill by an error. Returns when the copies are
+        ordered. Raises what reading raises: `DamagedError`, `SpmoeError`.
+        """
+        if victim is not None:
+            self._keep(victim, slot, key)
+        found, read, place = True, None, None
+        try:
+            with self._lock:
+                found = self._places.is_filled(key)
+                place = self._places.place(key)
+                if place is not None:
+                    self._places.held[key] = key
+                    read = self._reading.get(key)
+            if place is None:
+                read = self._start(key, key, urgent)
+                if read is None:
+                    return False
+            place = read.place if read is not None else place
+            assert place is not None
+            self._last_copy[place] = _UNKNOWN
+            pieces = self._pieces(place, read, go_on, urgent)
+            event = self._slab.fill_pieces(slot, pieces, patient=not urgent)
+        except BaseException:
+            with self._lock:
+                self._give_up(key)
+            raise
+        with self._lock:
+            self._last_copy[place] = event
+            self._reading.pop(key, None)
+            self._places.filled(key)
+            self._places.got_slot(key)
+            self._places.release(key)
+            if found:
+                self._counters.ram_hits += 1
+            else:
+                self._counters.ram_misses += 1
+        return True
+
+    def read_ahead(self, keys: Sequence[ExpertKey]) -> None:
+        """Begin to read what `fill` will be asked for soon, the first ones first."""
+        for key in keys[: max(2, AHEAD_BYTES // self._stride)]:
+            with self._lock:
+                there = self._places.place(key) is not None
+            if not there and self._start(key, None, urgent=True) is None:
+                return
+
+    def settle(self, going_on: ExpertKey | None) -> None:
+        """After a pass that was cut short: only the fill of `going_on` holds or reads anything."""
+        with self._lock:
+            self._places.settle(going_on)
+            for key in [key for key in self._reading if key not in self._places.held]:
+                self._reads.give_up(self._reading.pop(key))
+
+    def close(self) -> None:
+        """Wait for the reads and the device, take every lock off, give the memory back. Idempotent."""
+        _release(*self._owned)
+        for name in ("_rows", "_last_read", "_reading"):  # views of what is given back
+            if name in self.__dict__:
+                getattr(self, name).clear()
+        self._buffers.clear()
+
+    def _allocate(
+        self,
+        count: int,
+        driver: Cuda | None,
+        on_progress: OnProgress | None,
+        cancel: threading.Event | None,
+    ) -> None:
+        stride, total = self._stride, count * self._stride
+        each = max(1, CHUNK_BYTES // stride)
+        try:
+            while (had := len(self._rows)) < count:
+                check(cancel)
+                if on_progress is not None:
+                    on_progress(Progress("pin", had * stride, total, "bytes"))
+                memory = _memory(min(each, count - had) * stride)
+                self._buffers.append(memory)
+                if driver is not None:
+                    self._lock_pages(memory, driver)
+                self._rows.extend(memory.reshape(-1, stride))
+        except Refused as error:
+            log.warning(
+                "page-locked memory refused beyond %s of the %s asked for (%s): more experts are read "
+                "from disk, which is slower; nothing else changes",
+                size(len(self._rows) * stride),
+                size(total),
+                error,
+            )
+
+    def _lock_pages(self, memory: np.ndarray, driver: Cuda) -> None:
+        """Register a buffer; if that is refused, the one before goes too."""
+        self._registered.append(memory.ctypes.data)
+        try:
+            driver.register(self._registered[-1], len(memory), writable=True)
+        except Refused:
+            self._registered.pop()
+            self._buffers.pop()
+            if self._registered:  # of a quota torch and the driver need some too
+                driver.unregister(self._registered[-1])
+                self._registered.pop()
+                del self._rows[-len(self._buffers.pop()) // self._stride :]
+            raise
+
+    def _start(self, key: ExpertKey, holder: ExpertKey | None, urgent: bool) -> _Read | None:
+        """Give the expert a place and begin to read it."""
+        with self._lock:
+            place = self._places.take(key, holder)
+            if place is None:
+                return None
+            before = self._last_read[place], self._last_copy[place], self._slab
+            read = _Read(key, place, urgent, self._parts, self._rows[place], before)
+            self._reading[key] = self._last_read[place] = read
+        self._reads.start(read)
+        return read
+
+    def _pieces(
+        self, place: int, read: _Read | None, go_on: Callable[[], object], urgent: bool
+    ) -> Iterator[Piece]:
+        """What is to be copied from a place, as it comes."""
+        address = self._rows[place].ctypes.data
+        if read is None:
+            for start, count in [(0, self._stride)] if urgent else self._copies:
+                go_on()
+                yield start, address + start, count
+            return
+        for number, (start, count) in enumerate(self._parts):
+            go_on()
+            self._reads.wait(read, number, go_on)
+            with self._lock:
+                self._counters.disk_bytes += count
+            yield start, address + start, count
+
+    def _keep(self, victim: ExpertKey, slot: int, holder: ExpertKey) -> None:
+        """Have an expert that leaves its slot in a place, unless all there were used since it was."""
+        with self._lock:
+            if self._places.place(victim) is not None:
+                self._places.lost_slot(victim)
+                return
+            place = self._places.take(victim, holder, only_for_younger=True)
+            if place is None:
+                return
+            read, after = self._last_read[place], self._last_copy[place]
+            self._last_copy[place] = _UNKNOWN
+        try:
+            if read is not None:
+                self._reads.wait_over(read)
+            if after is _UNKNOWN:
+                self._slab.drain()
+                after = None
+            event = self._slab.save(slot, self._rows[place].ctypes.data, after)
+        except BaseException:
+            with self._lock:
+                self._give_up(victim)
+            raise
+        with self._lock:
+            self._last_copy[place] = event
+            self._places.filled(victim)
+            self._places.lost_slot(victim)
+            self._places.release(victim)
+            self._counters.ram_returns += 1
+
+    def _give_up(self, key: ExpertKey) -> None:
+        """Let go of a key; a place that is not filled is free again."""
+        read = self._reading.pop(key, None)
+        if read is not None:
+            self._reads.give_up(read)
+        if self._places.place(key) is not None and not self._places.is_filled(key):
+            self._places.drop(key)
+        self._places.release(key)
+
+
+_UNKNOWN = object()  # in place of the event of a copy that an interrupt has taken
+
+
+class _Read:
+    """An expert on its way from the disk to its place."""
+
+    def __init__(
+        self,
+        key: ExpertKey,
+        place: int,
+        urgent: bool,
+        parts: Sequence[tuple[int, int]],
+        out: np.ndarray,
+        before: tuple[_Read | None, Any, HostSlab | DeviceSlab],
+    ):
+        """before: the read, the copy and the slab whose end the first byte waits for."""
+        self.key = key
+        self.place = place
+        self.urgent = urgent
+        self.parts = parts
+        self.out = out
+        self.before: tuple[_Read | None, Any, HostSlab | DeviceSlab] | None = before
+        self.begun = 0  # parts
+        self.running = 0
+        self.done: set[int] = set()
+        self.error: BaseException | None = None
+
+
+class _Reads:
+    """The threads that read, and what they are to read: demands first, then in the order asked for."""
+
+    def __init__(self, pack: Pack, bypass: bool):
+        self._disk = _Disk(pack, bypass)
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._queue: list[_Read] = []  # reads of which parts are not begun
+        self._threads = ThreadPoolExecutor(READERS, "spmoe-disk")
+
+    def start(self, read: _Read) -> None:
+        with self._lock:
+            ahead = sum(other.urgent for other in self._queue) if read.urgent else len(self._queue)
+            self._queue.insert(ahead, read)
+        for _ in read.parts:
+            self._threads.submit(self._work)
+
+    def wait(self, read: _Read, part: int, go_on: Callable[[], object]) -> None:
+        """Return when a part has been read; raise what reading it raised."""
+        while True:
+            with self._lock:
+                if part in read.done:
+                    return
+                if read.error is None:
+                    self._changed.wait(LOOK_SECONDS)
+                elif part not in read.done:
+                    error, read.error = read.error, None
+                    try:
+                        raise error
+                    finally:
+                        del error  # or it and its traceback would hold each other
+            go_on()
+
+    def give_up(self, read: _Read) -> None:
+        """No further part is begun."""
+        with self._lock:
+            if read in self._queue:
+                self._queue.remove(read)
+
+    def wait_over(self, read: _Read) -> None:
+        """Return when no thread writes for a read that was given up or has ended."""
+        with self._lock:
+            while read.running:
+                self._changed.wait()
+
+    def close(self) -> None:
+        with self._lock:
+            self._queue.clear()
+        with suppress(RuntimeError):  # one of the threads itself let go last
+            self._threads.shutdown(cancel_futures=True)
+        self._disk.close()
+
+    def _work(self) -> None:
+        """Read one part."""
+        with self._lock:
+            if not self._queue:
+                return
+            read = self._queue[0]
+            part, before = read.begun, read.before
+            read.begun += 1
+            read.running += 1
+            if read.begun == len(read.parts):
+                self._queue.pop(0)
+        error = None
+        try:
+            if before is not None:
+                self._await(*before)
+                read.before = None
+            start, count = read.parts[part]
+            self._disk.read(*read.key, read.out[start : start + count], start)
+        except BaseException as failed:
+            error = failed
+        with self._lock:
+            read.running -= 1
+            if error is None:
+                read.done.add(part)
+            else:
+                read.error = error
+                if read in self._queue:
+                    self._queue.remove(read)
+            error = None
+            self._changed.notify_all()
+
+    def _await(self, read: _Read | None, copy: Any, slab: HostSlab | DeviceSlab) -> None:
+        """Until nobody writes to a place or copies from it."""
+        if read is not None:
+            self.wait_over(read)
+        if copy is _UNKNOWN:
+            slab.drain()
+        elif copy is not None:
+            copy.synchronize()
+
+
+class _Disk:
+    """Reads of experts, by the page cache or past it."""
+
+    def __init__(self, pack: Pack, bypass: bool):
+        self._pack = pack
+        self._bypass = bypass
+        self._lock = threading.Lock()
+        self._direct: dict[int, int | None] = {}  # layer -> its file, open for direct reads
+
+    def read(self, layer: int, expert: int, out: np.ndarray, offset: int) -> None:
+        """As `Pack.read_expert`."""
+        if not self._bypass:
+            self._pack.read_expert(layer, expert, out, offset)
+            return
+        file, start = self._pack.expert_file(layer)
+        start += expert * self._pack.expert_layout.stride + offset  # type: ignore[union-attr]
+        if not self._read_direct(layer, file, start, out):
+            self._pack.read_expert(layer, expert, out, offset)
+            if hasattr(os, "posix_fadvise"):
+                with suppress(OSError):
+                    os.posix_fadvise(file, start, len(out), os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        with self._lock:
+            for file in self._direct.values():
+                if file is not None:
+                    os.close(file)
+            self._direct.clear()
+
+    def _read_direct(self, layer: int, file: int, start: int, out: np.ndarray) -> bool:
+        """Whether all of it could be read that way; else `Pack.read_expert` reads it, or says why not."""
+        if (start | len(out) | out.ctypes.data) % BLOCK:
+            return False
+        with self._lock:
+            if layer not in self._direct:
+                self._direct[layer] = _open_direct(file)
+            direct = self._direct[layer]
+        if direct is None:
+            return False
+        try:
+            return os.preadv(direct, [out.data], start) == len(out)
+        except OSError:
+            return False
+
+
+def _open_direct(file: int) -> int | None:
+    """The same file once more, for reads past the page cache; None where there is no such thing."""
+    if not hasattr(os, "O_DIRECT"):
+        return None
+    with suppress(OSError):
+        return os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    return None
+
+
+def _memory(count: int) -> np.ndarray:
+    """uint8 [count], zero, from a page on; in huge pages where the system has them to give."""
+    try:
+        if os.name != "posix":
+            return np.frombuffer(mmap.mmap(-1, count), dtype=np.uint8)
+        memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError) as error:
+        raise Refused(f"no memory to be had: {error}") from error
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):  # a child's copies would move locked pages
+        if hasattr(mmap, advice):
+            with suppress(OSError):
+                memory.madvise(getattr(mmap, advice))
+    return np.frombuffer(memory, dtype=np.uint8)
+
+
+def _release(
+    reads: _Reads, driver: Cuda | None, registered: list[int], buffers: list[np.ndarray]
+) -> None:
+    """Let the reads end, then the device, take the locks off, and let the memory go."""
+    reads.close()
+    if driver is not None and registered:
+        driver.synchronize()
+        while registered:
+            driver.unregister(registered[-1])
+            registered.pop()
+    buffers.clear()
