@@ -802,7 +802,7 @@ def test_chat_takes_the_pack_used_last_and_keeps_the_talk(tiny, typed, capsys):
     assert err[1].startswith("6 of 16 experts in slots")
     assert sum("acceptance" in line for line in err) == 2
     assert re.search(r"^messages +4$", out, re.MULTILINE)
-    assert re.search(r"^drafted +\d+$", out, re.MULTILINE)
+    assert re.search(r"^drafted +\d+ tokens, \d+% accepted$", out, re.MULTILINE)
 
 
 def test_what_does_not_fit_is_4_before_anything_is_loaded(tiny, typed, capsys):
