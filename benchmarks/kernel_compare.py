@@ -26,6 +26,7 @@ from spmoe_lite.kernels.configs import Tile, capability_of, overlap_options, til
 from spmoe_lite.kernels.expert_gemm import expert_up
 from spmoe_lite.kernels.linear import linear
 from spmoe_lite.kernels.tile_triton import (
+    LIFT,
     TRITON_DTYPES,
     _scale,
     _weights,
@@ -81,11 +82,11 @@ def up_kernel(
             if u * 64 % (2 * GROUP) == 0:
                 pair = tl.load(scales_at + (column // (2 * GROUP)) * N)
             x = tl.load(x_at + column, mask=mine[None, :], other=0.0)
-            scale, minus = _scale(pair, u * 64 // GROUP % 2, BITS, ZEROS, DTYPE, FAST)
-            w = _weights(words, scale, minus, 0, 16 // BITS, BITS, DTYPE, FAST, BLOCK_N)
+            scale, scale_16, minus = _scale(pair, u * 64 // GROUP % 2, BITS, ZEROS, DTYPE, FAST)
+            w = _weights(words, scale, scale_16, minus, 0, 16 // BITS, BITS, DTYPE, FAST, BLOCK_N)
             acc = tl.dot(w, x, acc, input_precision="ieee")
     start_next(PDL)
-    gate, up = tl.split(tl.permute(tl.reshape(acc, (2, OUT_N, BLOCK_T)), (1, 2, 0)))
+    gate, up = tl.split(tl.permute(tl.reshape(acc * LIFT, (2, OUT_N, BLOCK_T)), (1, 2, 0)))
     y = gate / (1.0 + tl.exp(-gate)) * up
     out_at = out_ptr + (line * num_tokens + token)[None, :] * N
     out_at += (weight_tile * OUT_N + tl.arange(0, OUT_N))[:, None]

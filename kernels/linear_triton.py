@@ -209,6 +209,9 @@ def linear_triton(
     spread = tokens <= SOME and segments > 1
     weight_tiles = triton.cdiv(out.shape[1], config.n // 2 if gated else config.n)
     parts = counters = out
+    options = config.options()
+    if spread and scheme is not None and segments == MAX_SEGMENTS:
+        options["num_stages"] += 2  # short segments: nearly all of one is under way at once
     if spread:
         parts = x.new_empty(segments, tokens, weight_tiles * config.n, dtype=torch.float32)
         counters = counters_of(owner, weight_tiles)
@@ -220,6 +223,6 @@ def linear_triton(
         BIAS=bias is not None, RESIDUAL=residual is not None,
         DTYPE=TRITON_DTYPES[x.dtype], **scheme_constants(x.dtype, scheme),
         BLOCK_N=config.n, BLOCK_K=config.k, BLOCK_T=config.t,
-        enable_fp_fusion=True, **config.options(), **overlap_options(capability),
+        enable_fp_fusion=True, **options, **overlap_options(capability),
     )  # fmt: skip
     return out

@@ -9,11 +9,18 @@ are, which is why the bits of a column do not depend on how many columns there a
 
 `dot_tile` is for float weights, `dot_tile_quantized` for codes (`spmoe_lite/quant.py` has the order of
 the bytes). A word of codes is taken apart where it arrives, in the registers that feed the matrix
-instruction: a code is put into the mantissa of a float by one logical operation, which makes it
-2^m + code; subtracting 2^m + zero and multiplying by the scale, both in the dtype of x, gives the
-weight. Two words share a register, so each of these is one instruction for two weights. That is PTX;
-where `FAST` is off (the interpreter, fp32, other makers' cards) the same values come from plain
-arithmetic. Idea of the magic number: Kim et al. 2022, arXiv 2211.10017.
+instruction, two words to a register, so that one instruction serves two weights:
+
+  * bf16 has the exponents of fp32, so the lowest byte of its 16 bits, taken as a number, is that byte
+    times 2^-133, exactly: bf16's subnormals and first normals are equally spaced. A mask makes a code
+    a float, at the place where it stands or, for those in the high byte, after one shift for all; one
+    fused multiply-add with S = scale 2^(133 - LIFT) and C = - zero scale 2^-LIFT makes that the weight
+    times 2^-LIFT, and the sum over all columns is lifted at the end. Powers of two change no bit.
+  * fp16 has no such room: a code is put into the mantissa of a float, which makes it 1024 + code;
+    1024 + zero is subtracted and the scale multiplied. Idea: Kim et al. 2022, arXiv 2211.10017.
+
+That is PTX; where `FAST` is off (the interpreter, fp32, other makers' cards) the same values come from
+plain arithmetic.
 """
 
 from __future__ import annotations
@@ -109,64 +116,88 @@ def dot_tile(
     return acc
 
 
-def _asm(shift: int, code: int, magic: int, one: int) -> tl.constexpr:
-    """Part `shift` bits up in two words $1: (magic | code bits) + $2, times $3; one: 1.0 twice."""
-    kind, nil = ("bf16x2", 0x80008000) if one == 0x3F803F80 else ("f16x2", 0x80008000)
+LIFT = tl.constexpr(2.0**32)  # so that S is below 2^127 for every scale that an fp16 holds
+
+
+def _asm_bf16(shift: int, mask: int) -> tl.constexpr:
+    """The codes under `mask`, `shift` bits up in two words $1, times $2, plus $3."""
+    return tl.constexpr(f"""{{
+        .reg .b32 t;
+        shr.u32 t, $1, {shift};
+        and.b32 t, t, {mask:#x};
+        fma.rn.bf16x2 $0, t, $2, $3;
+    }}""")
+
+
+def _asm_fp16(shift: int, mask: int) -> tl.constexpr:
+    """(1024 + the codes under `mask`, `shift` bits up in two words $1, plus $3) times $2."""
     return tl.constexpr(f"""{{
         .reg .b32 t, one, nil;
-        mov.b32 one, {one:#x};
-        mov.b32 nil, {nil:#x};
-        shr.u32 t, $1, {shift};
-        lop3.b32 t, t, {code:#x}, {magic:#x}, 0xEA;
-        fma.rn.{kind} t, t, one, $2;
-        fma.rn.{kind} $0, t, $3, nil;
-    }}""")
-
-
-def _asm_byte(shift: int) -> tl.constexpr:
-    """A byte has one bit more than a bf16 has room for: its highest chooses what to subtract,
-    256 or 128, from 128 + the other seven."""
-    return tl.constexpr(f"""{{
-        .reg .b32 t, high, minus, nil;
-        mov.b32 minus, 0xBF80BF80;
+        mov.b32 one, 0x3C003C00;
         mov.b32 nil, 0x80008000;
         shr.u32 t, $1, {shift};
-        lop3.b32 high, t, 0x00800080, 0x43804380, 0x6A;
-        lop3.b32 t, t, 0x007F007F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 t, high, minus, t;
-        fma.rn.bf16x2 $0, t, $3, nil;
+        lop3.b32 t, t, {mask:#x}, 0x64006400, 0xEA;
+        fma.rn.f16x2 t, t, one, $3;
+        fma.rn.f16x2 $0, t, $2, nil;
     }}""")
 
 
-_BF16_4 = tl.constexpr(tuple(_asm(4 * i, 0x000F000F, 0x43004300, 0x3F803F80) for i in range(4)))
-_FP16_4 = tl.constexpr(tuple(_asm(4 * i, 0x000F000F, 0x64006400, 0x3C003C00) for i in range(4)))
-_BF16_8 = tl.constexpr(tuple(_asm_byte(8 * i) for i in range(2)))
-_FP16_8 = tl.constexpr(tuple(_asm(8 * i, 0x00FF00FF, 0x64006400, 0x3C003C00) for i in range(2)))
+_BF16_4 = tl.constexpr(tuple(_asm_bf16(i // 2 * 8, 0x000F000F << i % 2 * 4) for i in range(4)))
+_FP16_4 = tl.constexpr(tuple(_asm_fp16(i * 4, 0x000F000F) for i in range(4)))
+_BF16_8 = tl.constexpr(tuple(_asm_bf16(i * 8, 0x00FF00FF) for i in range(2)))
+_FP16_8 = tl.constexpr(tuple(_asm_fp16(i * 8, 0x00FF00FF) for i in range(2)))
+
+# A pair of groups $3, scales of 8 bits with zeros -> both groups' S, S / 16 and C. The scale's bits,
+# moved to where bf16 has exponent and mantissa, are scale 2^-112; the zero's, scale 2^-133.
+_PAIR = tl.constexpr("""{
+    .reg .b32 z, t, s, by, nil;
+    mov.b32 nil, 0x80008000;
+    and.b32 z, $3, 0x00070007;
+    shr.u32 t, $3, 12;
+    and.b32 t, t, 0x00080008;
+    or.b32 z, z, t;
+    or.b32 z, z, nil;
+    shr.u32 s, $3, 3;
+    and.b32 s, s, 0x0FFF0FFF;
+    mov.b32 by, 0x78007800;
+    fma.rn.bf16x2 s, s, by, nil;
+    mov.b32 by, 0x71807180;
+    fma.rn.bf16x2 $0, s, by, nil;
+    mov.b32 by, 0x6F806F80;
+    fma.rn.bf16x2 $1, s, by, nil;
+    fma.rn.bf16x2 $2, z, $0, nil;
+}""")
 
 
 @triton.jit
 def _part(
     words,
-    minus,
     scale,
+    scale_16,
+    minus,
     i: tl.constexpr,
     BITS: tl.constexpr,
     DTYPE: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Part i of words [N, W] int16, with `_scale`'s minus and scale [N] -> weights [N, W] DTYPE."""
-    wide = tl.broadcast_to(scale[:, None], words.shape)
-    if not FAST:
-        code = (words.to(tl.int32) >> (BITS * i)) & ((1 << BITS) - 1)
-        return ((code - minus[:, None]).to(tl.float32) * wide.to(tl.float32)).to(DTYPE)
+    """Part i of words [N, W] int16, with what `_scale` found [N] -> weights [N, W] DTYPE."""
     BF16: tl.constexpr = DTYPE == tl.bfloat16
+    if not FAST:
+        code = ((words.to(tl.int32) >> (BITS * i)) & ((1 << BITS) - 1)).to(tl.float32)
+        wide = scale.to(tl.float32)[:, None]
+        zero = minus.to(tl.float32)[:, None]
+        if BF16:
+            return (code * wide - (zero * wide).to(DTYPE).to(tl.float32)).to(DTYPE)
+        return ((code - zero) * wide).to(DTYPE)
     if BITS == 4:
         asm: tl.constexpr = _BF16_4[i] if BF16 else _FP16_4[i]
+        scale = scale_16 if BF16 and i % 2 == 1 else scale
     else:
         asm: tl.constexpr = _BF16_8[i] if BF16 else _FP16_8[i]  # type: ignore[no-redef]
+    scale = tl.broadcast_to(scale[:, None], words.shape)
     minus = tl.broadcast_to(minus[:, None], words.shape)
     return tl.inline_asm_elementwise(
-        asm, "=r,r,r,r", [words, minus, wide], dtype=scale.dtype, is_pure=True, pack=2
+        asm, "=r,r,r,r", [words, scale, minus], dtype=scale.dtype, is_pure=True, pack=2
     )
 
 
@@ -235,10 +266,11 @@ def dot_tile_quantized(
                     inside = token_mask[None, :] & (column + k < K)[:, None]
                     x = tl.load(x_at + column, mask=inside, other=0.0)
                 half = (u * 64 + i * SPAN) // GROUP % 2
-                scale, minus = _scale(pair, half, BITS, ZEROS, DTYPE, FAST)
+                scale, scale_16, minus = _scale(pair, half, BITS, ZEROS, DTYPE, FAST)
                 w = _weights(
                     words,
                     scale,
+                    scale_16,
                     minus,
                     i * SPAN // WORDS,
                     SPAN // WORDS,
@@ -248,23 +280,25 @@ def dot_tile_quantized(
                     BLOCK_N,
                 )
                 acc = tl.dot(w, x, acc, input_precision="ieee")
-    return acc
+    return acc * LIFT if FAST and DTYPE == tl.bfloat16 else acc
 
 
 @triton.jit
 def _weights(
-    words, scale, minus, first: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr,
+    words, scale, scale_16, minus, first: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr,
     DTYPE: tl.constexpr, FAST: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Parts first, ..., first + COUNT - 1 of words [BLOCK_N, W] -> [BLOCK_N, COUNT * W] DTYPE."""
-    w = _part(words, minus, scale, first, BITS, DTYPE, FAST)
+    w = _part(words, scale, scale_16, minus, first, BITS, DTYPE, FAST)
     if COUNT == 2:
-        w = tl.join(w, _part(words, minus, scale, first + 1, BITS, DTYPE, FAST))  # [N, W, 2]
+        w = tl.join(
+            w, _part(words, scale, scale_16, minus, first + 1, BITS, DTYPE, FAST)
+        )  # [N, W, 2]
         w = tl.permute(w, (0, 2, 1))
     elif COUNT == 4:
-        low = tl.join(w, _part(words, minus, scale, first + 2, BITS, DTYPE, FAST))
-        second = _part(words, minus, scale, first + 1, BITS, DTYPE, FAST)
-        high = tl.join(second, _part(words, minus, scale, first + 3, BITS, DTYPE, FAST))
+        low = tl.join(w, _part(words, scale, scale_16, minus, first + 2, BITS, DTYPE, FAST))
+        second = _part(words, scale, scale_16, minus, first + 1, BITS, DTYPE, FAST)
+        high = tl.join(second, _part(words, scale, scale_16, minus, first + 3, BITS, DTYPE, FAST))
         w = tl.permute(tl.join(low, high), (0, 2, 3, 1))  # [N, 2, 2, W] from [N, W, 2, 2]
     return tl.reshape(w, (BLOCK_N, COUNT * 4 * BITS))
 
@@ -274,24 +308,29 @@ def _scale(
     pair, half: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr, DTYPE: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """(scale [N] DTYPE, what to take from a code) of one of the two groups in each word of `pair`.
+    """(scale [N] DTYPE, the same / 16, minus) of one of the two groups in each word of `pair` [N].
 
-    The latter is the zero as int32 [N], or, if FAST, - (2^m + zero) in DTYPE.
+    If FAST in bf16 they are S, S / 16 and C, in fp16 minus is - (1024 + zero); else it is the zero.
     """
-    if ZEROS and FAST:  # both groups at once
-        magic: tl.constexpr = -0x3CFF3D00 if DTYPE == tl.bfloat16 else -0x1BFF1C00
-        minus = (pair & 0x00070007) | magic | ((pair >> 12) & 0x00080008)
-        minus = (minus >> (16 * half)).to(tl.int16).to(DTYPE, bitcast=True)
-        bits = (pair & 0x7FF87FF8) >> (16 * half)
-    elif ZEROS:
-        bits = pair >> (16 * half)
-        minus = (bits & 7) | ((bits >> 12) & 8)
+    MIDDLE: tl.constexpr = 1 << (BITS - 1)
+    if FAST and DTYPE == tl.bfloat16:
+        if ZEROS:  # both groups at once
+            s, s_16, c = tl.inline_asm_elementwise(
+                _PAIR, "=r,=r,=r,r", [pair], dtype=(tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+            )  # fmt: skip
+            scale = (s >> (16 * half)).to(tl.int16).to(DTYPE, bitcast=True)
+            scale_16 = (s_16 >> (16 * half)).to(tl.int16).to(DTYPE, bitcast=True)
+            return scale, scale_16, (c >> (16 * half)).to(tl.int16).to(DTYPE, bitcast=True)
+        wide = (pair >> (16 * half)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        scale = (wide * 2.0**101).to(DTYPE)
+        return scale, (wide * 2.0**97).to(DTYPE), (wide * (-MIDDLE * 2.0**-32)).to(DTYPE)
+    bits = pair >> (16 * half)
+    if ZEROS:
+        zero = (bits & 7) | ((bits >> 12) & 8)
         bits = bits & 0x7FF8
-    elif FAST:
-        bits = pair >> (16 * half)
-        size: tl.constexpr = 128 if DTYPE == tl.bfloat16 else 1024
-        minus = tl.full(pair.shape, -size - (1 << (BITS - 1)), DTYPE)
     else:
-        bits = pair >> (16 * half)
-        minus = tl.full(pair.shape, 1 << (BITS - 1), tl.int32)
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(DTYPE), minus
+        zero = tl.full(pair.shape, MIDDLE, tl.int32)
+    scale = bits.to(tl.int16).to(tl.float16, bitcast=True).to(DTYPE)
+    if FAST:
+        zero = -(zero + 1024).to(DTYPE)
+    return scale, scale, zero

@@ -16,8 +16,9 @@ what a kernel that computes in bf16 would keep of it, and the zero lies in the 4
 its low three bits in the low three bits of the word, its highest in the place of the sign.
 
 K is rounded up to whole blocks, and further to whole pairs of groups; what is there counts for nothing.
-Where a kernel computes in bf16 the scale is rounded to bf16 and so is the product; the codes less
-their zero are exact in every float dtype.
+Where a kernel computes in bf16 the scale is rounded to bf16, and a weight is one multiplication and
+addition, code scale - zero scale, of which the latter is rounded before, to 8 significant bits: at
+most scale / 32 beside the scale / 2 that a code may be off, and nothing where the zero is a power of 2.
 
 `quantize` looks for the smallest squared error of each group. At 4 bits it tries six or seven ranges, all
 of the group's and narrower ones that clip its ends. For given codes c (less the zero) the best scale is
@@ -87,8 +88,13 @@ class QuantizedMatrix:
         if wide > padded:
             values = torch.nn.functional.pad(values, (0, wide - padded))
         grouped = values.view(count, -1, scheme.group)
-        grouped -= zeros.t()[:, :, None]
-        grouped *= scales.to(dtype).float().t()[:, :, None]
+        scales = scales.to(dtype).float()
+        if dtype == torch.bfloat16:
+            grouped *= scales.t()[:, :, None]
+            grouped -= (zeros * scales).bfloat16().float().t()[:, :, None]
+        else:
+            grouped -= zeros.t()[:, :, None]
+            grouped *= scales.t()[:, :, None]
         return values[:, : self.columns].to(dtype)
 
 
