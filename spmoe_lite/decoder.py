@@ -19,7 +19,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ import torch
 from spmoe_lite.cutoff import Drift, cutoff_layer, expected_copies
 from spmoe_lite.device import current
 from spmoe_lite.drafting import DraftLength
+from spmoe_lite.errors import CapacityError
 from spmoe_lite.graphs import Found, StepGraphs
 from spmoe_lite.model import OnAttention, Transformer
 from spmoe_lite.prefetch import Prefetcher, Usefulness, count_recall
@@ -106,7 +108,7 @@ class Decoder:
             self.graphs.leave(self.store)
         kv, tokens = self.session.target_kv, self.session.tokens
         self._read_from = kv.length
-        with current(self.target.device):
+        with self._device():
             while len(tokens) - kv.length > PREFILL_CHUNK:
                 check(cancel)
                 chunk = self.session.pending(kv)[:PREFILL_CHUNK]
@@ -129,14 +131,14 @@ class Decoder:
             if self.graphs.ahead is not None:
                 drafted, _ = self.graphs.ahead
             if self._fits(len(session.tokens), drafted):
-                with current(self.target.device):
+                with self._device():
                     return self._graph_step(drafted, sampler, room, cancel)
         count = min(self.length.next(), room - 1) if len(pending) == 1 else 0
         started, typical = time.perf_counter(), len(pending) == 1 and room > self.length.most
         if count and session.draft_kv is not None:
             typical = typical and len(session.tokens) - session.draft_kv.length <= 2
         try:
-            with current(self.target.device):
+            with self._device():
                 proposal = self._propose(count, sampler, cancel)
                 check(cancel)
                 rows = pending + proposal
@@ -147,6 +149,17 @@ class Decoder:
                 self.prefetcher.end_step()  # what was predicted for it is copied no more
             raise
         return Step(verdict, len(proposal), len(pending), started, typical)
+
+    @contextmanager
+    def _device(self) -> Iterator[None]:
+        """Make the device current; CapacityError where a pass has no room there."""
+        try:
+            with current(self.target.device):
+                yield
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"{self.target.device} has no room left for a pass: lower --vram or --ctx-size"
+            ) from error
 
     def _to_draft(self, room: int) -> int:
         """Drafts of a captured step: all or none."""

@@ -9,11 +9,11 @@ import threading
 import pytest
 import torch
 
-from spmoe_lite import graphs
+from spmoe_lite import decoder, graphs
 from spmoe_lite.config import SamplingParams
 from spmoe_lite.converters import convert
 from spmoe_lite.engine import Engine
-from spmoe_lite.slab import DeviceSlab
+from spmoe_lite.slab import DeviceSlab, HostSlab
 from tests import tiny
 from tests.test_invariance import disturb
 from tests.test_model import our_logits
@@ -25,31 +25,86 @@ TOKENS = [1, *(3 + i * 37 % 300 for i in range(79))]
 DTYPES = ["bf16", "fp16", "fp32", "int4", "int8"]  # codes with bf16 beside them
 
 
-@pytest.fixture(scope="module", params=DTYPES)
-def packs(request, tmp_path_factory):
+def make_pair(folder, dtype, **options):
     """A target of 3 layers x 8 experts and a disturbed copy as its draft, in one precision."""
-    folder = tmp_path_factory.mktemp(request.param)
     shape = {"layers": 3, "experts": 8, "scale_head": 4.0, "hidden": 128, "intermediate": 192}
+    shape |= options
     target = tiny.tiny_mixtral(folder / "t", **shape)
     noisy = tiny.tiny_mixtral(folder / "n", **shape)
     disturb(noisy, 0.1)
-    how = {"experts": request.param, "dense": request.param}
-    if request.param.startswith("int"):
+    how = {"experts": dtype, "dense": dtype}
+    if dtype.startswith("int"):
         how["embed"] = "bf16"
     return {
         "target": convert(target, out=folder / "target.spmoe", **how).path,
         "noisy": convert(noisy, out=folder / "noisy.spmoe", **how).path,
-        "dtype": request.param,
+        "dtype": dtype,
     }
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def packs(request, tmp_path_factory):
+    return make_pair(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def poison_slots(patch):
+    """Whoever reads a slot before it is filled reads 255 everywhere: numbers that are none."""
+    for slab in (DeviceSlab, HostSlab):
+        allocate = slab.__init__
+
+        def poisoned(slab, *arguments, allocate=allocate):
+            allocate(slab, *arguments)
+            slab.slots.fill_(255)
+
+        patch.setattr(slab, "__init__", poisoned)
+
+
+def slow_captured(patch, what, cycles=400_000):
+    """Captured steps whose "copies" ahead dawdle, or whose "passes" begin late, each of them."""
+    copy, replay = graphs.fetch, torch.cuda.CUDAGraph.replay
+
+    def slow_copy(*arguments):
+        torch.cuda._sleep(cycles)
+        copy(*arguments)
+
+    def slow_replay(graph):
+        torch.cuda._sleep(cycles)
+        replay(graph)
+
+    if what == "copies":
+        patch.setattr(graphs, "fetch", slow_copy)
+    if what == "passes":
+        patch.setattr(torch.cuda.CUDAGraph, "replay", slow_replay)
+
+
+def slow_driven(engine, what, cycles=300_000):
+    """Steps driven by the host whose "kernels" or "copies" dawdle, each of them."""
+    store, slab = engine.decoder.store, engine.decoder.store._slab
+    lend, send = store._lend, slab._send
+
+    def slow_lend(layer, experts):
+        use = lend(layer, experts)
+        torch.cuda._sleep(cycles)
+        return use
+
+    def slow_send(*arguments):
+        with torch.cuda.stream(slab._stream):
+            torch.cuda._sleep(cycles)
+        send(*arguments)
+
+    if what == "kernels":
+        store._lend = slow_lend
+    if what == "copies":
+        slab._send = slow_send
 
 
 def logits(pack, chunk, **options):
     with Engine.load(pack, device="cuda", **options) as engine, torch.inference_mode():
-        decoder, kv, rows = engine.decoder, engine.decoder.session.target_kv, []
+        target, kv, rows = engine.decoder.target, engine.decoder.session.target_kv, []
         for start in range(0, len(TOKENS), chunk):
             part = TOKENS[start : start + chunk]
-            rows.append(decoder.target.forward(part, kv, logits_rows=len(part)))
-            decoder.store.end_pass(len(part))
+            rows.append(target.forward(part, kv, logits_rows=len(part)))
+            engine.decoder.store.end_pass(len(part))
         return torch.cat(rows).float().cpu()
 
 
@@ -114,35 +169,14 @@ def test_neither_bits_nor_text_over_int8_caches_depend_on_rows_or_drafting(packs
 def test_kind_h_o22_slow_kernels_slow_copies_and_poisoned_slots(packs, monkeypatch):
     """400 tokens with the least slots, a spinning compute stream and copies that dawdle."""
     expected = write(packs, draft=False, length=400)
-    allocate = DeviceSlab.__init__
-
-    def poisoned(slab, *arguments):
-        allocate(slab, *arguments)
-        slab.slots.fill_(255)
-
-    monkeypatch.setattr(DeviceSlab, "__init__", poisoned)
-    for slow in ("kernel", "copy", "both"):
+    poison_slots(monkeypatch)
+    for slow in (["kernels"], ["copies"], ["kernels", "copies"]):
         with Engine.load(
             packs["target"], packs["noisy"], device="cuda", slots=6, cutoff=3, pin="none"
         ) as engine:
             assert engine.decoder.graphs is None
-            store, slab = engine.decoder.store, engine.decoder.store._slab
-            lend, send = store._lend, slab._send
-
-            def slow_lend(layer, experts, lend=lend):
-                use = lend(layer, experts)
-                torch.cuda._sleep(300_000)
-                return use
-
-            def slow_send(slot, offset, size, read, slab=slab, send=send):
-                with torch.cuda.stream(slab._stream):
-                    torch.cuda._sleep(300_000)
-                send(slot, offset, size, read)
-
-            if slow in ("kernel", "both"):
-                store._lend = slow_lend
-            if slow in ("copy", "both"):
-                slab._send = slow_send
+            for what in slow:
+                slow_driven(engine, what)
             got = engine.generate(PROMPT, max_tokens=400).result
         assert got.token_ids == expected.token_ids, slow
 
@@ -155,27 +189,10 @@ def test_kind_h_o22_captured_steps_with_late_copies_and_poisoned_slots(
     """The device decides: copies that dawdle, and verify passes that start at once or late."""
     params = SamplingParams(temperature=temperature, seed=3)
     expected = write(packs, draft=False, length=200, pin="none", sampling=params)
-    allocate, copy, replay = DeviceSlab.__init__, graphs.fetch, torch.cuda.CUDAGraph.replay
-
-    def poisoned(slab, *arguments):
-        allocate(slab, *arguments)
-        slab.slots.fill_(255)
-
-    def slow_copy(*arguments):
-        torch.cuda._sleep(400_000)
-        copy(*arguments)
-
-    def slow_replay(graph):
-        torch.cuda._sleep(400_000)
-        replay(graph)
-
-    monkeypatch.setattr(DeviceSlab, "__init__", poisoned)
+    poison_slots(monkeypatch)
     for slow in ("nothing", "copies", "passes"):
         with monkeypatch.context() as patch:
-            if slow == "copies":
-                patch.setattr(graphs, "fetch", slow_copy)
-            if slow == "passes":
-                patch.setattr(torch.cuda.CUDAGraph, "replay", slow_replay)
+            slow_captured(patch, slow)
             with Engine.load(
                 packs["target"], packs["noisy"], device="cuda", slots=slots, cutoff=3
             ) as engine:
@@ -214,3 +231,31 @@ def test_kind_l_o36_close_gives_the_device_back(packs):
         gc.collect()
         sizes.append((torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]))
     assert sizes[1:] == [sizes[1]] * 3
+
+
+@pytest.mark.parametrize("slots", [9, 24])
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_steps_enqueued_ahead_change_no_token_and_no_recency(packs, slots, drafts, monkeypatch):
+    """Plain and drafted steps, with the host in front of the GPU and behind it; an end inside a block."""
+    whole = write(packs, draft=False, length=150, pin="none").token_ids
+    end, found = max(i for i, token in enumerate(whole) if token not in whole[:i]), []
+    for limit, slow in ((0.0, "nothing"), (1e9, "nothing"), (1e9, "passes")):
+        monkeypatch.setattr(decoder, "AHEAD_MS", limit)
+        with monkeypatch.context() as patch:
+            slow_captured(patch, slow)
+            draft = packs["noisy"] if drafts else None
+            with Engine.load(
+                packs["target"], draft, device="cuda", slots=slots, draft_tokens=drafts, cutoff=2
+            ) as engine:
+                graphs_ = engine.decoder.graphs
+                assert engine.generate(PROMPT, max_tokens=150).result.token_ids == whole
+                engine.eos_ids = frozenset([whole[end]])
+                first = engine.generate(PROMPT, max_tokens=150).result
+                assert first.finish_reason == "stop" and (limit == 0) == (graphs_.ahead is None)
+                begun = list(first.token_ids)
+                engine.eos_ids = frozenset()
+                rest = engine.generate(PROMPT + begun, max_tokens=150 - len(begun)).result
+                assert tuple(begun) + rest.token_ids == whole
+                c, last_used = engine.counters, engine.decoder.store.table.last_used
+                found.append((c.drafted, c.accepted, c.steps, c.tokens, last_used.copy()))
+    assert found[0] == found[1] == found[2]
