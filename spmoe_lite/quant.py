@@ -18,7 +18,7 @@ its low three bits in the low three bits of the word, its highest in the place o
 K is rounded up to whole blocks, and further to whole pairs of groups; what is there counts for nothing.
 Where a kernel computes in bf16 the scale is rounded to bf16, and a weight is one multiplication and
 addition, code scale - zero scale, of which the latter is rounded before, to 8 significant bits: at
-most scale / 32 beside the scale / 2 that a code may be off, and nothing where the zero is a power of 2.
+most scale / 16 beside the scale / 2 that a code may be off, and nothing where the zero is a power of 2.
 
 `quantize` looks for the smallest squared error of each group. At 4 bits it tries six or seven ranges, all
 of the group's and narrower ones that clip its ends. For given codes c (less the zero) the best scale is
