@@ -118,7 +118,7 @@ class Places:
         lost = [key for key in self._unfilled if key not in self.held]
         for key in lost:
             self._place_of.pop(key, None)
-            self._doubles.pop(key, None)
+        self._doubles = {key: None for key in self._doubles if key in self._place_of}
         self._unfilled.difference_update(lost)
         taken = set(self._place_of.values())
         self._free = [place for place in range(self._count)[::-1] if place not in taken]
@@ -281,10 +281,12 @@ class RamTier:
         return True
 
     def read_ahead(self, keys: Sequence[ExpertKey]) -> None:
-        """Begin to read what `fill` will be asked for soon, the first ones first."""
+        """Begin to read what `fill` will be asked for next, and keep what is there."""
         for key in keys[: max(2, AHEAD_BYTES // self._stride)]:
             with self._lock:
                 there = self._places.place(key) is not None
+                if there:
+                    self._places.held.setdefault(key, None)
             if not there and self._start(key, None, urgent=True) is None:
                 return
 
