@@ -100,7 +100,7 @@ def _plan_rows(found: Forecast) -> list[list[str]]:
         ("draft", [p.draft_bytes for p in plans]),
         (f"KV cache, {found.plan.context} tokens", [p.kv_bytes for p in plans]),
         ("workspace", [p.workspace_bytes for p in plans]),
-        ("captured steps", [p.graph_bytes for p in plans]),
+        ("kernels, captured steps", [p.reserve_bytes for p in plans]),
         ("expert slots", [p.slots * p.slot_bytes for p in plans]),
     ]
     rows = [heads]

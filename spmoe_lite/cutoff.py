@@ -32,6 +32,7 @@ class Profile:
     copy_gbps: float | None = None  # one expert after the other to its slot, by copies
     read_gbps: float | None = None  # the same read by a kernel, where the GPU reads host memory
     acceptance: float | None = None  # of a draft token whose predecessors were accepted
+    miss_ratio: float | None = None  # misses over those that uniform routing would have
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

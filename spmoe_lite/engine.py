@@ -193,7 +193,7 @@ class Engine:
                     check_experts(place, pack.name, pack.expert_layout.dtype)
             engine._read_texts(template)
             engine.kv_type = kv_type
-            engine._make_plan(vram, slots, ctx_size, length.most, pin)
+            engine._make_plan(vram, slots, ctx_size, length.most, pin, home)
             if on_plan is not None:
                 on_plan(engine.plan)
             if trace is not None:
@@ -210,6 +210,8 @@ class Engine:
                 on_progress=on_progress,
             )
             check(cancel)
+            if place.type == "cuda":
+                torch.cuda.empty_cache()  # of warming up: the plan counts what answers need
             for pack in engine._packs:
                 library.touch_used(pack.path)
         except BaseException:
@@ -433,6 +435,7 @@ class Engine:
         ctx_size: int | None,
         draft_tokens: int,
         pin: str | int,
+        home: Path | None,
     ) -> None:
         target = self._packs[0]
         sizes = [ModelSize.of(pack) for pack in self._packs]
@@ -451,6 +454,7 @@ class Engine:
             costs=Costs(
                 read_rate=_read_rate(target, self.device, pin),
                 product_rates=product_rates(self.device, target.dtypes),
+                profile=load_profile(self._profile_path(home)),
             ),
         )
         self.ctx_size = self.plan.context
@@ -511,6 +515,7 @@ class Engine:
                 )
         graphs = None
         if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # of what making the weights has left
             models = [(target, target_kv)]
             if draft is not None and draft_kv is not None:
                 models.append((draft, draft_kv))
@@ -521,7 +526,7 @@ class Engine:
         if predictor is not None and graphs is None:
             assert store is not None
             self._prefetcher = Prefetcher(store, predictor)
-        self.profile_path = self._profile_path(home)
+        self.profile_path = self._profile_path(home, captured=graphs is not None)
         self.decoder = Decoder(
             target,
             draft,
@@ -674,8 +679,8 @@ class Engine:
             ),
         )
 
-    def _profile_path(self, home: Path | None) -> Path:
-        return profile_path([pack.name for pack in self._packs], self.device, home)
+    def _profile_path(self, home: Path | None, captured: bool = True) -> Path:
+        return profile_path([pack.name for pack in self._packs], self.device, home, captured)
 
     @torch.inference_mode()
     def _warm_up(
@@ -741,11 +746,13 @@ class Engine:
         return Profile(copy_ms, min(times), min(times) / len(target.blocks))
 
 
-def profile_path(packs: Sequence[str], device: torch.device, home: Path | None) -> Path:
-    """Where the times of these packs on this machine are kept."""
+def profile_path(
+    packs: Sequence[str], device: torch.device, home: Path | None, captured: bool = True
+) -> Path:
+    """Where the times of these packs on this machine are kept; on a GPU by who drives the steps."""
     machine = platform.node() or "machine"
     if device.type == "cuda":
-        machine += "-" + torch.cuda.get_device_name(device)
+        machine += "-" + torch.cuda.get_device_name(device) + ("" if captured else "-host")
     safe = re.sub(r"[^A-Za-z0-9.+_-]+", "_", f"{'+'.join(packs)}@{machine}")
     return (library.home() if home is None else home) / "profiles" / f"{safe}.json"
 

@@ -204,7 +204,8 @@ def _priced(
     draft = others[0] if others else None
     figures, notes = machine.figures, machine.notes
     if plan.slots == plan.expert_count:  # nothing is ever missing
-        figures, notes = [figure for figure in figures if figure.name != "link"], []
+        paging = ("link", "misses, of those of uniform routing")
+        figures, notes = [figure for figure in figures if figure.name not in paging], []
     if not target.config.is_moe:
         return Forecast(plan, None, plain if others else None, None, None, [], notes)
     speed = predict(target, draft, plan.slots, drafts, costs)
@@ -232,12 +233,12 @@ class _Machine:
         self.notes: list[str] = []
         self._place, self._imagined, self._packs = place, imagined, packs
         self._profile: Profile | None = None
+        self._pinned = self._pins_all(pin)
         if not imagined:
             names = [pack.name for pack in packs]
-            paths = [profile_path(names, place, home), profile_path(names[:1], place, home)]
-            known = [found for path in paths if (found := load_profile(path)) is not None]
-            self._profile = known[0] if known else None
-        self._pinned = self._pins_all(pin)
+            for known in (names, names[:1]):
+                path = profile_path(known, place, home, captured=self._pinned)
+                self._profile = self._profile or load_profile(path)
 
     def costs(self, link: float | None, memory: float | None, acceptance: float | None) -> Costs:
         target, *drafts = self._packs
@@ -246,6 +247,9 @@ class _Machine:
         read_rate = self._link(link) * 1e9 if moe else 1e9
         if moe and self._profile is not None and self._profile.plain_layer_ms is not None:
             self._add("a target layer", self._profile.plain_layer_ms, "ms", "by profile")
+        if moe and self._profile is not None and self._profile.miss_ratio is not None:
+            ratio = self._profile.miss_ratio
+            self._add("misses, of those of uniform routing", ratio, "", "by profile")
         chance = 0.0
         if drafts and moe:
             if self._profile is not None and self._profile.draft_token_ms:

@@ -1,8 +1,9 @@
 """The memory plan: what goes where, decided and printed before anything is loaded.
 
-    slots = (budget - target weights - draft - both KV caches - workspace - graphs) / bytes of an expert
+    slots = (budget - weights - draft - both KV caches - workspace - reserve) / bytes of an expert
 
-Pure arithmetic on pack headers. Copies ahead of need land in slots of the slab, so nothing is set aside
+The reserve is what a GPU needs beside: code of kernels, captured steps, rounding. Pure arithmetic on pack
+headers. Copies ahead of need land in slots of the slab, so nothing is set aside
 for them. A plan that cannot fit is refused with the smallest change that would.
 """
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 MIN_SLOTS = 2
 DEFAULT_CONTEXT = 8192
-GRAPH_LAYER = 1 << 20  # bytes that captured passes of a layer take on the device, from above
+RUNTIME_BYTES = 200_000_000  # of a GPU: kernels' code, captured steps (docs/log.md, plan)
+ROUNDING = 0.05  # of dense weights: what the allocator rounds up
 KV_TYPES = ("auto", "int8")  # of KV caches; auto is the float of the model's activations
 DEQUANTISED = 8  # bytes a weight that the CPU dequantises for one product; measured: 6.3
 _UNITS = {"": 1, "B": 1, "K": 1e3, "M": 1e6, "G": 1e9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -68,7 +70,7 @@ class Plan:
     draft_bytes: int
     kv_bytes: int
     workspace_bytes: int
-    graph_bytes: int
+    reserve_bytes: int
     context: int
     read_rate: float  # bytes per second, pack to host
     token_seconds: float | None  # estimate without drafting
@@ -76,7 +78,7 @@ class Plan:
     @property
     def total_bytes(self) -> int:
         fixed = self.target_bytes + self.draft_bytes + self.kv_bytes
-        return fixed + self.workspace_bytes + self.graph_bytes + self.slots * self.slot_bytes
+        return fixed + self.workspace_bytes + self.reserve_bytes + self.slots * self.slot_bytes
 
     def __str__(self) -> str:
         parts = []
@@ -208,7 +210,7 @@ def make_plan(
         draft_bytes=asked.draft_bytes,
         kv_bytes=asked.kv_bytes,
         workspace_bytes=asked.workspace_bytes,
-        graph_bytes=asked.graph_bytes,
+        reserve_bytes=asked.reserve_bytes,
         context=context,
         read_rate=costs.read_rate,
         token_seconds=seconds,
@@ -253,16 +255,16 @@ class _Asked:
         return work
 
     @property
-    def graph_bytes(self) -> int:
+    def reserve_bytes(self) -> int:
         if self.device == "cpu":
             return 0
-        return GRAPH_LAYER * sum(model.config.num_hidden_layers for model in self.models)
+        return RUNTIME_BYTES + int(ROUNDING * (self.target.dense_bytes + self.draft_bytes))
 
     @property
     def fixed(self) -> int:
         """All but the slots."""
         fixed = self.target.dense_bytes + self.draft_bytes + self.kv_bytes
-        return fixed + self.workspace_bytes + self.graph_bytes
+        return fixed + self.workspace_bytes + self.reserve_bytes
 
     @property
     def total(self) -> int:

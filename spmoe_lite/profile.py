@@ -5,6 +5,7 @@
     layer     a target layer of a pass of one row and of a verify pass, without waiting for experts
     draft     one draft token
     accepted  the share of draft tokens that the target keeps, over three short answers
+    missed    experts of their tokens that were not in slots, over what uniform routing would miss
 
 Passes are timed as the engine runs them, captured or driven by the host. Each round repeats the same
 tokens, so that their experts are in slots as far as there are slots; what still misses is taken off at the
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 
 from spmoe_lite.cutoff import Profile, save_profile
-from spmoe_lite.device import current, synchronize
+from spmoe_lite.device import bus_rate, current, synchronize
 from spmoe_lite.engine import Engine
 from spmoe_lite.errors import UsageError
 from spmoe_lite.kernels.expert_gemm import expert_down, expert_up, new_partial
@@ -59,11 +60,16 @@ def profile(
             on_progress(Progress("profile", stage, STAGES, "measurements"))
 
     begin(0)
-    accepted = _acceptance(engine, cancel)  # first, as it is the conversation that comes and goes
+    accepted, missed = _answers(engine, cancel)  # first: it is a conversation, which comes and goes
     with torch.inference_mode(), current(engine.device):
         begin(1)
         stride = engine.plan.slot_bytes
-        copy_ms = _median_ms(_copier(engine))
+        if (
+            decoder.store.table.all_fit and engine.device.type == "cuda"
+        ):  # for other numbers of slots
+            copy_ms = stride / bus_rate(engine.device) * 1e3
+        else:
+            copy_ms = _median_ms(_copier(engine))
         reader = _reader(engine)
         read_ms = None if reader is None else _median_ms(reader)
         miss_ms = copy_ms if read_ms is None else read_ms
@@ -95,6 +101,7 @@ def profile(
         copy_gbps=_gbps(stride, copy_ms),
         read_gbps=None if read_ms is None else _gbps(stride, read_ms),
         acceptance=accepted,
+        miss_ratio=missed,
     )
     decoder.drift.profile = measured
     save_profile(engine.profile_path, measured)
@@ -184,8 +191,6 @@ def _passer(engine: Engine, *, draft: bool, rows: int, miss_ms: float) -> Callab
     kv = decoder.session.draft_kv if draft else decoder.session.target_kv
     decoder.session.start([0])
     context = _context(engine, kv.capacity - rows)
-    if len(context) + rows > kv.capacity:
-        context = context[: kv.capacity - rows]
     model.forward(context, kv)
 
     def once() -> float:
@@ -211,11 +216,10 @@ def _captured_passes(engine: Engine, miss_ms: float) -> tuple[float, float, int,
     if graphs.most:
         room = min(room, session.draft_kv.capacity - graphs.most)
     tokens = _context(engine, room)
-    if len(tokens) < 2 or len(tokens) > room:  # a context too short to draft in
-        raise UsageError(f"--ctx-size {engine.ctx_size}: profile needs {graphs.most + 3} or more")
-    decoder.target.forward(tokens[:-1], session.target_kv)
-    if graphs.most:
-        decoder.draft.forward(tokens[:-2] or tokens[:1], session.draft_kv)
+    if len(tokens) > 1:
+        decoder.target.forward(tokens[:-1], session.target_kv)
+    if graphs.most and len(tokens) > 2:
+        decoder.draft.forward(tokens[:-2], session.draft_kv)
     times: dict[int, list[float]] = {}
     drafts = []
     graphs.enter(store)
@@ -234,15 +238,16 @@ def _captured_passes(engine: Engine, miss_ms: float) -> tuple[float, float, int,
     return median[1], median[rows], rows, statistics.median(drafts[1:]) if drafts else 0.0
 
 
-# --- acceptance
+# --- answers
 
 
-def _acceptance(engine: Engine, cancel: threading.Event | None) -> float | None:
-    """Of draft tokens over three short answers with the model's own sampling; None where none is drafted."""
-    if engine.decoder.draft is None:
-        return None
-    before = engine.counters.copy()
-    for prompt in PROMPTS[::2]:
+def _answers(engine: Engine, cancel: threading.Event | None) -> tuple[float | None, float | None]:
+    """Acceptance and miss ratio of three short answers with the model's own sampling.
+
+    None where nothing was drafted, or nothing can be missed. The first answer only fills the slots.
+    """
+    before = warm = engine.counters.copy()
+    for i, prompt in enumerate(PROMPTS[::2]):
         if engine.template is not None:
             tokens = engine.template.encode([{"role": "user", "content": prompt}])
         else:
@@ -251,5 +256,12 @@ def _acceptance(engine: Engine, cancel: threading.Event | None) -> float | None:
             answer = engine.generate(tokens, max_tokens=ANSWER_TOKENS, cancel=cancel)
             answer.result  # noqa: B018
         check(cancel)
+        if i == 0:
+            warm = engine.counters.copy()
     seen, most = engine.counters.since(before), engine.decoder.length.most
-    return acceptance(seen.accepted / seen.drafted * most, most) if seen.drafted else None
+    accepted = acceptance(seen.accepted / seen.drafted * most, most) if seen.drafted else None
+    seen, plan = engine.counters.since(warm), engine.plan
+    if not seen.unique or plan.slots == plan.expert_count:
+        return accepted, None
+    absent = 1 - plan.slots / plan.expert_count
+    return accepted, (1 - seen.unique_hits / seen.unique) / absent

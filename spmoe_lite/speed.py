@@ -4,12 +4,13 @@ A step drafts K tokens, verifies T = K + 1 positions in one pass and writes E[T]
 
     E[T]        = (1 - a^T) / (1 - a)         at acceptance a (Leviathan et al. 2023, arXiv 2211.17192, eq. 1)
     ms / token  = (K t_draft + t_pass(T) + copies t_copy - hidden) / E[T]
-    copies      = layers x `expected_copies` of T tokens: an LRU in each layer, uniform routing
+    copies      = layers x `expected_copies` of T tokens: an LRU in each layer, uniform routing; times the
+                  miss ratio that `profile` has seen
     hidden      = the copies ahead that `cutoff_layer` allows, times the chance that the slot they took is
                   not wanted by the same step (docs/log.md, captured steps)
 
 Times are those of a `Profile` where it has them, else the bytes a pass reads over the rate at which the
-device reads them. Uniform routing is the hard case: where texts prefer some experts, all is faster.
+device reads them. Uniform routing is the hard case: where texts prefer some experts, less is missed.
 """
 
 from __future__ import annotations
@@ -81,9 +82,11 @@ def predict(
             token_ms = read_seconds(draft, 1, costs.product_rates) * 1e3
     copies = hidden = 0.0
     if experts and resident < 1:
-        k = c.num_experts_per_tok
-        copies = layers * expected_copies(experts, k, rows, resident)
-        ahead = expected_copies(experts, k, drafts, resident)
+        k, ratio = c.num_experts_per_tok, 1.0
+        if profile is not None and profile.miss_ratio is not None:
+            ratio = profile.miss_ratio
+        copies = layers * expected_copies(experts, k, rows, resident) * ratio
+        ahead = expected_copies(experts, k, drafts, resident) * ratio
         times = Profile(copy_ms, token_ms, pass_ms / layers)
         reach = cutoff_layer(
             times,

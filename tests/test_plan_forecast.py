@@ -28,6 +28,7 @@ MEASURED = Profile(
     verify_rows=5,
     copy_gbps=9.0,
     acceptance=0.75,
+    miss_ratio=0.5,
 )
 
 
@@ -86,10 +87,10 @@ def test_no_weight_is_read(packs, monkeypatch):
 
 
 def test_without_a_gpu_a_size_means_a_card_and_cpu_this_machine(packs):
-    card = forecast(*packs, vram="12MB")
-    assert card.plan.device == "cuda" and card.plan.graph_bytes > 0
-    assert card.plan == forecast(*packs, vram="12MB", device="cuda").plan
-    assert forecast(*packs, vram="12MB", device="cpu").plan.device == "cpu"
+    card = forecast(*packs, vram="250MB")
+    assert card.plan.device == "cuda" and card.plan.reserve_bytes > 0
+    assert card.plan == forecast(*packs, vram="250MB", device="cuda").plan
+    assert forecast(*packs, vram="250MB", device="cpu").plan.device == "cpu"
     assert forecast(*packs, vram=0.9).plan.device == "cpu"  # of what is free: here
     assert forecast(*packs).plan.device == "cpu"
     for vram in ("auto", "0.5"):
@@ -153,7 +154,7 @@ def test_a_step_is_what_its_parts_take(packs):
     rates = dict.fromkeys((*target.dense, "fp32", "bf16"), 1e9)
     costs = Costs(target.stride / 2e-3, rates, MEASURED, acceptance=0.5)
     step = predict(target, draft, 12, 4, costs)
-    copies = 3 * expected_copies(8, 2, 5, 0.5)
+    copies = 3 * expected_copies(8, 2, 5, 0.5) * 0.5  # the miss ratio
     assert step.copies == pytest.approx(copies) and step.copy_ms == pytest.approx(2 * copies)
     assert (step.drafting_ms, step.pass_ms, step.hidden_ms) == (4.0, 1.5, 0.0)
     assert step.tokens == pytest.approx(1 + 0.5 + 0.25 + 0.125 + 0.0625)
@@ -161,7 +162,9 @@ def test_a_step_is_what_its_parts_take(packs):
     assert predict(target, draft, 12, 2, costs).pass_ms == pytest.approx(3 * (0.25 + 0.25 / 2))
     plain = predict(target, None, 12, 4, costs)
     assert (plain.tokens, plain.drafting_ms, plain.pass_ms) == (1, 0, 0.75)
-    assert plain.copies == pytest.approx(3 * 2 * 0.5)
+    assert plain.copies == pytest.approx(3 * 2 * 0.5 * 0.5)
+    uniform = replace(costs, profile=replace(MEASURED, miss_ratio=None))
+    assert predict(target, None, 12, 0, uniform).copies == pytest.approx(3 * 2 * 0.5)
     assert predict(target, draft, 24, 4, costs).copies == 0
     ahead = predict(target, draft, 12, 4, replace(costs, layers_ahead=3, read_rate=1e12))
     assert 0 < ahead.hidden_ms < ahead.copy_ms
@@ -201,7 +204,7 @@ def test_what_was_measured_here_is_used_and_flags_come_first(packs, tmp_path):
 
 
 def test_what_is_assumed_says_so_and_names_its_flag(packs):
-    found = forecast(*packs, vram="12MB", slots=6)
+    found = forecast(*packs, vram="250MB", slots=6)
     assert {"link", "draft tokens accepted"} <= {figure.name for figure in found.figures}
     for figure in found.figures:
         assert figure.source.startswith("assumed") and "--" in figure.source
@@ -231,7 +234,7 @@ def test_it_says_which_is_faster_and_why(packs, tmp_path):
 
 def test_the_command_shows_both_ways(packs, capsys):
     target, draft = packs
-    assert spmoe("plan", target, "--draft", draft, "--vram", "14MB", "--slots", "9") == 0
+    assert spmoe("plan", target, "--draft", draft, "--vram", "250MB", "--slots", "9") == 0
     out, err = capsys.readouterr()
     assert re.search(r"^ON CUDA +WITH DRAFT +WITHOUT$", out, re.MULTILINE)
     assert re.search(r"^experts in slots +9 of 24 +9 of 24$", out, re.MULTILINE)
@@ -243,7 +246,7 @@ def test_the_command_shows_both_ways(packs, capsys):
 
 def test_the_command_gives_every_figure_as_json(packs, capsys):
     target, draft = packs
-    assert spmoe("plan", target, "--draft", draft, "--vram", "12MB", "--slots", "9", "--json") == 0
+    assert spmoe("plan", target, "--draft", draft, "--vram", "250MB", "--slots", "9", "--json") == 0
     out = capsys.readouterr().out
     found = json.loads(out)
     assert out.isascii() and found["plan"]["slots"] == 9

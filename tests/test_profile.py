@@ -27,6 +27,7 @@ def test_it_is_measured_kept_and_used(packs):
         found = measured.to_dict()
         assert found.pop("read_gbps") is None  # nothing but the host reads the experts
         assert 0 <= found.pop("acceptance") <= 1
+        assert 0 <= found.pop("miss_ratio") <= 24 / 18
         assert min(found.values()) > 0 and measured.verify_rows == 5
         assert measured.expert_copy_ms == pytest.approx(
             engine.plan.slot_bytes / measured.copy_gbps / 1e6
@@ -76,6 +77,6 @@ def test_what_older_versions_kept_is_read_and_what_is_no_figure_is_not(tmp_path)
     for bad in ({"acceptance": "x"}, {"copy_gbps": -1}, {"expert_copy_ms": None}, {"other": 1}):
         path.write_text(json.dumps(old | bad))
         assert load_profile(path) is None
-    whole = Profile(1.0, 2.0, 3.0, 0.5, 5, 50.0, 49.0, 0.8)
+    whole = Profile(1.0, 2.0, 3.0, 0.5, 5, 50.0, 49.0, 0.8, 0.6)
     save_profile(path, whole)
     assert load_profile(path) == whole
