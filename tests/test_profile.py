@@ -4,6 +4,7 @@ import json
 import threading
 
 import pytest
+import torch
 
 from spmoe_lite.converters import convert
 from spmoe_lite.cutoff import Profile, load_profile, save_profile
@@ -11,6 +12,7 @@ from spmoe_lite.engine import Engine, profile_path
 from spmoe_lite.errors import Cancelled, UsageError
 from spmoe_lite.profile import profile
 from tests import tiny
+from tests.eager_graphs import capture, without_gpu
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,21 @@ def test_it_is_measured_kept_and_used(packs):
     with Engine.load(*packs, device="cpu", slots=12) as engine:  # the slots change no time
         assert engine.decoder.drift.profile == measured
         assert engine.generate([0, 5, 6], max_tokens=8).result.token_ids == first
+
+
+@pytest.mark.parametrize("options", [{"slots": 6}, {"slots": 24}, {"slots": 6, "ctx_size": 8}])
+def test_captured_passes_are_timed_as_they_run(packs, options, monkeypatch, tmp_path):
+    without_gpu(monkeypatch)
+    options = {"draft_tokens": 2, "prefetch": False, "home": tmp_path} | options
+    with Engine.load(*packs, device="cpu", **options) as engine:
+        first = engine.generate([0, 5, 6], max_tokens=4).result.token_ids
+        capture(engine)
+        measured = profile(engine)
+        assert measured.verify_rows == 3
+        assert measured.draft_token_ms == 0.5  # a draft of two takes what every event says: 1 ms
+        assert 0 <= measured.plain_layer_ms <= 1 / 3 and 0 <= measured.target_layer_ms <= 1 / 3
+        assert measured.copy_gbps > 0
+        assert engine.generate([0, 5, 6], max_tokens=4).result.token_ids == first
 
 
 def test_passes_are_as_short_as_the_context(packs):
@@ -80,3 +97,33 @@ def test_what_older_versions_kept_is_read_and_what_is_no_figure_is_not(tmp_path)
     whole = Profile(1.0, 2.0, 3.0, 0.5, 5, 50.0, 49.0, 0.8, 0.6)
     save_profile(path, whole)
     assert load_profile(path) == whole
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pin", ["all", "none"])
+def test_on_a_gpu_the_link_is_measured_by_copies_and_by_the_kernel(packs, pin, tmp_path):
+    with Engine.load(*packs, device="cuda", slots=6, pin=pin, home=tmp_path) as engine:
+        measured = profile(engine)
+        assert (measured.read_gbps is None) == (pin == "none")
+        assert measured.copy_gbps > 0 and measured.expert_copy_ms > 0
+        assert measured.plain_layer_ms > 0 and measured.verify_rows == 5
+        assert load_profile(engine.profile_path) == measured
+        assert engine.profile_path.stem.endswith("-host") == (pin == "none")
+        assert engine.generate([0, 5, 6], max_tokens=8).result.completion_tokens == 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"slots": 6}, {"slots": 6, "pin": "none"}, {"slots": 24}])
+def test_on_a_gpu_the_plan_is_a_cap(packs, options):
+    def used():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    before = used()
+    with Engine.load(*packs, device="cuda", **options) as engine:
+        engine.generate([i % 90 for i in range(400)], max_tokens=40).result  # noqa: B018
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        assert total - free - before <= engine.plan.total_bytes
