@@ -1,12 +1,15 @@
-"""Page-locked maps on a CUDA GPU: the bytes at a device's address, refusals, closing, and the speed of each way.
+"""Page-locked memory on a CUDA GPU: maps and the RAM tier, their bytes, refusals, closing, and their speed.
 
 The kernel's test runs interpreted without a GPU; the others are skipped. `-s` shows what was timed.
 """
 
+import ctypes
 import gc
 import os
+import random
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,10 +18,17 @@ import pytest
 import torch
 
 from spmoe_lite import cudart
+from spmoe_lite.converters import convert
 from spmoe_lite.cudart import copy_bytes
+from spmoe_lite.engine import Engine
 from spmoe_lite.hostmap import HostMap
 from spmoe_lite.pack import Pack
+from spmoe_lite.ramtier import RamTier
 from spmoe_lite.slab import DeviceSlab
+from spmoe_lite.slots import SlotTable
+from spmoe_lite.stats import Counters
+from spmoe_lite.store import ExpertStore
+from tests import tiny
 from tests.make_pack import WIDE, Weights
 
 triton = pytest.importorskip("triton")
@@ -74,6 +84,9 @@ class FilePack:
 
     def read_expert(self, layer, expert, out, offset=0):
         os.preadv(self._file, [out], expert * self.expert_layout.stride + offset)
+
+    def expert_file(self, layer):
+        return self._file, 0
 
     def close(self):
         os.close(self._file)
@@ -228,3 +241,160 @@ def test_the_speed_of_each_way_to_the_device(file_pack):
     started = time.perf_counter()
     host_map.close()
     print(f"unregistering: {total / (time.perf_counter() - started) / 1e9:.1f} GB/s")
+
+
+# --- the RAM tier --------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots, places", [(2, 2), (6, 3), (9, 17), (12, 6)])
+def test_kind_h_o22_kernels_read_what_the_disk_holds_beside_a_prefetch_worker(
+    tmp_path, slots, places
+):
+    """Passes as fast as they go, spinning in front of every read, while a worker copies ahead."""
+    config = replace(WIDE, num_hidden_layers=3, num_local_experts=8)
+    with Pack.open(Weights(config).write(tmp_path / "some.spmoe")) as pack:
+        stride, counters = pack.expert_layout.stride, Counters()
+        wanted = torch.empty((3, 8, stride), dtype=torch.uint8)
+        for layer in range(3):
+            for expert in range(8):
+                pack.read_expert(layer, expert, wanted[layer, expert].numpy())
+        wanted = wanted.to(GPU)
+        slab, table = DeviceSlab(slots, stride, GPU), SlotTable(slots, 3, 8, 2, "layer-lru")
+        store = ExpertStore(pack, slab, table, counters, GPU)
+        store.tier = RamTier(
+            pack, slab, places * stride, table.last_used, counters, GPU, bypass=True
+        )
+        wrong = torch.zeros((), dtype=torch.int64, device=GPU)
+        rng, stop, errors = random.Random(slots), threading.Event(), []
+
+        def worker():
+            guess = random.Random(1)
+            while not stop.is_set():
+                try:
+                    layer, expert = guess.randrange(3), guess.randrange(8)
+                    store.expect(layer, [expert])
+                    store.prefetch(layer, expert)
+                except Exception as error:
+                    errors.append(error)
+                    return
+
+        thread = threading.Thread(target=worker)
+        thread.start()
+        try:
+            for _ in range(300):
+                store.begin_pass(3)
+                for layer in range(3):
+                    rows = torch.tensor([rng.sample(range(8), 2) for _ in range(3)], device=GPU)
+                    for use in store.serve(layer, rows):
+                        torch.cuda._sleep(20_000)
+                        got = read(use[:, 1].contiguous(), stride)
+                        wrong += (got != wanted[layer, use[:, 0]]).sum()
+                store.end_pass(2)
+        finally:
+            stop.set()
+            thread.join()
+        assert not errors and int(wrong) == 0
+        assert counters.ram_returns > 0 and counters.ram_hits > 0 and counters.prefetches > 0
+        print(f"\n{slots} slots, {places} places: {counters}")
+        store.tier.close()
+
+
+@pytest.mark.gpu
+def test_t0_text_and_logits_do_not_depend_on_the_tier(tmp_path):
+    source = tiny.tiny_mixtral(tmp_path / "t", experts=8, layers=3, scale_head=4.0)
+    target = convert(source, out=tmp_path / "target.spmoe").path
+    draft = tiny.tiny_pack(tmp_path / "o", kind="mistral", layers=3)
+    prompt, found = [1, 17, 300, 42, 42, 5, 99, 250, 3, 8, 120], []
+    with Pack.open(target) as pack:
+        stride = pack.expert_layout.stride
+    for pin in ("all", "none", 2 * stride, 5 * stride, 20 * stride):
+        with Engine.load(target, draft, device="cuda", slots=6, pin=pin, cutoff=3) as engine:
+            tokens = engine.generate(prompt, max_tokens=40).result.token_ids
+            with torch.inference_mode():
+                kv = engine.decoder.session.target_kv
+                kv.truncate(0)
+                if engine.decoder.graphs is not None:
+                    engine.decoder.graphs.leave(engine.decoder.store)
+                logits = engine.decoder.target.forward(prompt, kv).clone()
+            found.append((tokens, logits))
+            places = None if isinstance(pin, str) else pin // stride
+            assert engine.stats()["ram_places"] == places
+    for tokens, logits in found[1:]:
+        assert tokens == found[0][0] and torch.equal(logits, found[0][1])
+
+
+@pytest.mark.gpu
+def test_kind_l_o36_a_tier_gives_everything_back(file_pack):
+    stride, sizes = file_pack.expert_layout.stride, []
+    slab = DeviceSlab(2, stride, GPU)
+    budget = (file_pack.expert_count() // 2) * stride
+    for _ in range(3):
+        tier = RamTier(file_pack, slab, budget, {}, Counters(), GPU, bypass=False)
+        for expert in range(tier.num_places):
+            tier.fill((0, expert), expert % 2, None, lambda: None, urgent=True)
+        tier.close()
+        gc.collect()
+        sizes.append((torch.cuda.mem_get_info(GPU)[0], psutil.Process().memory_info().rss))
+    print("\nfree VRAM, resident:", sizes)
+    assert len({free for free, _ in sizes[1:]}) == 1
+    assert abs(sizes[2][1] - sizes[1][1]) < 64 << 20
+    assert cudart._cudart().cudaGetLastError() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stride", [90 << 20, 44 << 16], ids=["94MB", "2.9MB"])
+def test_the_speed_of_the_tier(tmp_path, stride):
+    """A file on the disk of the test's folder; nothing is asserted of it but the bytes."""
+    experts = (2 << 30) // stride
+    pack = FilePack(tmp_path / "experts", experts, stride)
+    os.fsync(pack._file)
+    slab, counters, used = DeviceSlab(8, stride, GPU), Counters(), {}
+    started = time.perf_counter()
+    tier = RamTier(pack, slab, experts // 2 * stride, used, counters, GPU, bypass=True)
+    locking = time.perf_counter() - started
+    total = tier.num_places * stride
+    print(f"\nplaces of {total / 1e9:.2f} GB: locked at {total / locking / 1e9:.1f} GB/s")
+
+    def cold():
+        os.posix_fadvise(pack._file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def fill(keys, victims=False):
+        for turn, key in enumerate(keys):
+            tier.read_ahead(keys[turn : turn + 64])
+            victim = keys[turn - 8] if victims and turn >= 8 else None
+            tier.fill(key, turn % 8, victim, lambda: None, urgent=True)
+
+    def timed(name, work, count):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        rate = count * stride / (time.perf_counter() - started) / 1e9
+        print(f"{name}: {rate:.2f} GB/s")
+
+    half = [(0, expert) for expert in range(tier.num_places)]
+    rest = [(0, expert) for expert in range(tier.num_places, experts)]
+    cold()
+    timed("disk to slot by places, direct, read ahead", lambda: fill(half), len(half))
+    timed("place to slot", lambda: fill(half), len(half))
+    timed("place to slot, and what was there back", lambda: fill(half, True), len(half))
+    cold()
+
+    def ring():
+        for turn, key in enumerate(rest):
+            slab.fill(turn % 8, lambda out, offset, e=key[1]: pack.read_expert(0, e, out, offset))
+
+    timed("disk to slot by the ring and the page cache, cold", ring, len(rest))
+    timed("page cache to slot by the ring", ring, len(rest))
+    wanted = np.empty(stride, dtype=np.uint8)
+    for turn, key in list(enumerate(half))[-8:]:
+        pack.read_expert(0, key[1], wanted)
+        tier.fill(key, turn % 8, None, lambda: None, urgent=True)
+        slab.wait_filled([turn % 8])
+        assert (slab.slots[turn % 8].cpu().numpy() == wanted).all()
+        row = tier._rows[tier._places.place(key)]
+        assert ctypes.string_at(row.ctypes.data, stride) == wanted.tobytes()
+    print(counters.ram_hits, "hits", counters.ram_misses, "misses", counters.ram_returns, "returns")
+    tier.close()
+    pack.close()
