@@ -20,6 +20,8 @@ from spmoe_lite.errors import UnsupportedError, UsageError
 
 log = logging.getLogger("spmoe_lite")
 
+# Held while a thread captures a graph, and by whoever waits for the whole device: CUDA forbids both at once.
+capturing = threading.RLock()
 _said_unpinned = threading.Event()  # once in a process
 
 
@@ -93,7 +95,8 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all it was asked."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        with capturing:
+            torch.cuda.synchronize(device)
 
 
 def available_bytes(device: torch.device) -> int:
@@ -131,7 +134,7 @@ def bus_rate(device: torch.device) -> float:
     for _ in range(4):
         started = time.perf_counter()
         there.copy_(host, non_blocking=True)
-        torch.cuda.synchronize(device)
+        synchronize(device)
         best = min(best, time.perf_counter() - started)
     return host.nbytes / best
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from spmoe_lite.device import host_buffer
+from spmoe_lite.device import capturing, host_buffer, synchronize
 from spmoe_lite.kernels.residency import (
     EMPTY,
     FILLED,
@@ -323,7 +323,7 @@ class StepGraphs:
         """Take the slots over from the host: its residents and ages."""
         if self._inside or store is None or self.tables is None:
             return
-        torch.cuda.synchronize(self._params.device)
+        synchronize(self._params.device)
         table, base = store.table, store.base
         layers, experts = self.tables.host.shape
         who = np.full(self.tables.who.shape, NO_SLOT, dtype=np.int32)
@@ -354,7 +354,7 @@ class StepGraphs:
         self._flight = None
         if not self._inside or store is None or self.tables is None:
             return
-        torch.cuda.synchronize(self._params.device)
+        synchronize(self._params.device)
         table, base = store.table, store.base
         who, src = self.tables.who.tolist(), self.tables.src.tolist()
         residents = []
@@ -428,9 +428,11 @@ class StepGraphs:
         self._params.zero_()
         self._param(START).fill_(1)  # where a draft's first pass begins at 0
         run(rows)  # compiles and loads what the capture must not wait for
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        graph, how = torch.cuda.CUDAGraph(), {"capture_error_mode": "thread_local"}
+        with (
+            capturing,
+            torch.cuda.graph(graph, pool=self._pool, **how),
+        ):  # waits for the device first
             kept = run(rows)
         return graph, kept
 
