@@ -1,14 +1,25 @@
 """Measure a pack, perhaps with a draft, on this machine: a row per policy, slots and draft length.
 
     on-demand      an LRU of slots in every layer, experts copied when they are needed
-    global-lru     the same with one LRU over all layers; on a GPU its steps are driven by the host
+    global-lru     the same with one LRU over all layers
+    next-layer     on-demand, and what the next layer's router says one layer early (AdapMoE)
+    trace-match    on-demand, and what the most similar past answer used (MoE-Infinity)
+    static         the hottest experts pinned, no other one kept (Fiddler, llama.cpp; nothing on the CPU)
+    sp-moe         SP-MoE as published: one LRU, the draft's guesses copied up to a fixed cutoff
     ours           on-demand, and what the draft's states point at is copied ahead
     all-resident   every expert in a slot: the bound where it fits, left out where it does not
+
+All run on the same kernels, slots and copies. On a GPU steps are captured for on-demand, ours and
+all-resident; the others (`policies.py`) need the host in every layer. `copy_path` "host" has every row's
+steps driven by the host, which compares policies alone; "legacy" adds what published systems pay:
+pageable memory, and a synchronisation with every copy. `link` slows the bus to so many GB/s, which only
+steps driven by the host can have.
 
 Every row starts from the same state: a fresh engine, and a round over all prompts that is not counted.
 Rows without drafting load no draft, whose memory then is free for slots. Every answer is greedy and begins
 with empty KV caches. All rows must write the tokens of the first one, on-demand without drafting; one
-that does not is an error and takes no part in the ranking.
+that does not is an error and takes no part in the ranking. With forced acceptance (of synthetic pairs)
+texts are nobody's, and are not compared.
 
 What is counted begins with the first text of an answer: TPOT = (end - first) / tokens between, drafting
 and its reading of the prompt included. The prompt's own pass is in the time to the first token.
@@ -16,6 +27,7 @@ and its reading of the prompt included. The prompt's own pass is in the time to 
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
@@ -23,22 +35,50 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from spmoe_lite import __version__, library
-from spmoe_lite.config import SamplingParams
+from spmoe_lite.config import ModelConfig, SamplingParams
 from spmoe_lite.engine import DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS, Engine
 from spmoe_lite.errors import Cancelled, CapacityError, UsageError
+from spmoe_lite.manifest import read_manifest
 from spmoe_lite.plan import MIN_SLOTS, Plan
+from spmoe_lite.policies import (
+    HostDriven,
+    NextLayer,
+    PageableSlab,
+    SlowDeviceSlab,
+    SlowHostSlab,
+    SpMoe,
+    StaticSplit,
+    TraceMatch,
+    Unlocked,
+    published_cutoff,
+)
 from spmoe_lite.progress import OnProgress, Progress, check
 from spmoe_lite.prompts import PROMPTS
+from spmoe_lite.slab import DeviceSlab, HostSlab, make_slab
 from spmoe_lite.stats import Counters, RunStats
+from spmoe_lite.synthetic import ForcedAcceptance
+from spmoe_lite.timeline import RecordedSlab, Timeline, record
 
-BASE, GLOBAL, OURS, ALL = POLICIES = ("on-demand", "global-lru", "ours", "all-resident")
+BASE, GLOBAL, OURS, ALL = "on-demand", "global-lru", "ours", "all-resident"
+SP_MOE = "sp-moe"
+STORES: dict[str, type[HostDriven]] = {
+    "next-layer": NextLayer,
+    "trace-match": TraceMatch,
+    "static": StaticSplit,
+    SP_MOE: SpMoe,
+}
+POLICIES = (BASE, GLOBAL, *STORES, OURS, ALL)
+USUAL = (BASE, GLOBAL, OURS, ALL)  # measured if nothing is said
+DRAFTED = (OURS, SP_MOE)  # only with drafts
+ONE_POOL = (GLOBAL, "static", SP_MOE)
+COPY_PATHS = ("auto", "host", "legacy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +151,25 @@ class Bench:
     experts: int
     device: str = ""
     interrupted: bool = False
+    copy_path: str = "auto"
+    link: float | None = None  # GB/s
+    acceptance: float | None = None  # forced
+    timelines: list[Timeline] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         found = {"device": self.device, "experts": self.experts, "left_out": self.left_out}
         found |= {"interrupted": self.interrupted, "summary": summary(self.rows)}
+        found |= {"copy_path": self.copy_path, "link": self.link, "acceptance": self.acceptance}
+        found["timelines"] = [one.to_dict() for one in self.timelines]
         return found | {"rows": [row.to_dict() for row in self.rows]}
 
 
-def make_row(setting: Setting, runs: Sequence[Run], first: Sequence[Run], **known: Any) -> Row:
-    """`first`: the runs of the first row, whose tokens are what every run must have written."""
-    texts = {run.prompt: run.token_ids for run in first}
-    wrong = [run.prompt + 1 for run in runs if run.token_ids != texts[run.prompt]]
+def make_row(
+    setting: Setting, runs: Sequence[Run], first: Sequence[Run] | None, **known: Any
+) -> Row:
+    """`first`: the runs of the first row, whose tokens are what every run must have written; or None."""
+    texts = {run.prompt: run.token_ids for run in first or ()}
+    wrong = [r.prompt + 1 for r in runs if r.token_ids != texts.get(r.prompt, r.token_ids)]
     counted = [run for run in runs if run.repeat]
     times = [run.tpot_ms for run in counted if run.tpot_ms is not None]
     growth = [run.stats.counters for run in counted]
@@ -196,7 +244,7 @@ def plan_rows(
         for policy in policies:
             asked = experts if policy == ALL else number
             drafts = draft_tokens or ([0, DEFAULT_DRAFT_TOKENS] if has_draft else [0])
-            found += [Setting(policy, asked, n) for n in drafts if n or policy != OURS]
+            found += [Setting(policy, asked, n) for n in drafts if n or policy not in DRAFTED]
     return list(dict.fromkeys(found))
 
 
@@ -204,12 +252,16 @@ def bench(
     target: Path,
     draft: Path | None = None,
     *,
-    policies: Sequence[str] = POLICIES,
+    policies: Sequence[str] = USUAL,
     slots: Sequence[int] = (),
     draft_tokens: Sequence[int | str] = (),
     prompts: Sequence[str] = PROMPTS,
     max_tokens: int = 64,
     repeats: int = 3,
+    acceptance: float | None = None,
+    copy_path: str = "auto",
+    link: float | None = None,
+    timelines: bool = False,
     cancel: threading.Event | None = None,
     on_progress: OnProgress | None = None,
     on_row: Callable[[Row], object] | None = None,
@@ -217,19 +269,30 @@ def bench(
 ) -> Bench:
     """Measure every setting; `options` go to `Engine.load`, `on_row` gets each row as it ends.
 
-    CapacityError where the first row does not fit; later ones are left out. `cancel` ends it with the
-    rows so far.
+    acceptance: forced, for synthetic pairs. copy_path: one of COPY_PATHS. link: GB/s of a slower bus.
+    timelines: record one step of every policy, too. CapacityError where the first row does not fit;
+    later ones are left out. `cancel` ends it with the rows so far.
     """
     experts = library.inspect(target)["experts"]
     if not experts:
         raise UsageError(f"{target.name.removesuffix('.spmoe')} has no experts: nothing is paged")
     if not prompts or max_tokens < 2 or repeats < 2:
         raise UsageError("a prompt, two tokens and two repeats are needed: the first do not count")
+    if copy_path not in COPY_PATHS:
+        raise UsageError(f"--copy-path {copy_path}: one of {', '.join(COPY_PATHS)}")
+    if link is not None and not (link > 0 and copy_path != "legacy"):
+        raise UsageError(f"--link {link:g}: above 0, and not with --copy-path legacy")
     todo = plan_rows(policies, slots, draft_tokens, experts, draft is not None)
-    result = Bench([], {}, experts)
-    if OURS in policies and all(one.policy != OURS for one in todo):
-        result.left_out[OURS] = "without --draft and draft tokens nothing says what to copy ahead"
+    path = "host" if link is not None else copy_path
+    result = Bench([], {}, experts, copy_path=path, link=link, acceptance=acceptance)
+    for name in DRAFTED:
+        if name in policies and all(one.policy != name for one in todo):
+            result.left_out[name] = (
+                "without --draft and draft tokens nothing says what to copy ahead"
+            )
+    forced = None if acceptance is None else ForcedAcceptance(acceptance)
     how = {"sampling": SamplingParams(), "max_tokens": max_tokens, "cancel": cancel}
+    drawn = _to_draw(todo) if timelines else {}
     first: list[Run] = []
     seen: set[Setting] = set()
     for index, asked in enumerate(todo):
@@ -244,21 +307,32 @@ def bench(
             if on_progress is not None:
                 on_progress(Progress("bench", index * each + done, len(todo) * each, "answers"))
 
-        try:
-            with Engine.load(
+        def load(path: str, asked: Setting = asked, look: Any = look) -> Engine:
+            return _load(
+                asked,
+                path,
+                link,
                 target,
                 draft if asked.draft_tokens else None,
-                slots=asked.slots,
-                draft_tokens=asked.draft_tokens,
-                prefetch=asked.policy == OURS,
-                policy="global-lru" if asked.policy == GLOBAL else "layer-lru",
                 on_plan=look,
                 cancel=cancel,
                 on_progress=on_progress,
                 **options,
-            ) as engine:
+            )
+
+        try:
+            with load(path) as engine:
+                prepare(engine, asked, forced)
                 runs = measure(engine, prompts, repeats, report, **how)
                 known, result.device = engine.stats(), str(engine.device)
+                host_driven = isinstance(engine.decoder.store, HostDriven)
+                if asked in drawn and host_driven:
+                    _draw(result, engine, asked, prompts[0], how)
+            if asked in drawn and not host_driven:
+                with load("host", look=None) as engine:
+                    prepare(engine, asked, forced)
+                    measure(engine, prompts[:1], 1, lambda done: check(cancel), **how)
+                    _draw(result, engine, asked, prompts[0], how)
         except _Known:
             if asked.policy != ALL:
                 why = f"all {experts} experts are in slots, nothing is paged: give fewer --slots"
@@ -275,11 +349,109 @@ def bench(
         setting, first = _got(asked, known["slots"], experts), first or runs
         seen.add(setting)
         said = {"steps": known["steps"], "notices": tuple(known["notices"])}
-        row = make_row(setting, runs, first, asked=asked.slots, **said)
+        row = make_row(setting, runs, None if forced else first, asked=asked.slots, **said)
         result.rows = sort_rows([*result.rows, row])
         if on_row is not None:
             on_row(row)
     return result
+
+
+def _load(
+    asked: Setting,
+    path: str,
+    link: float | None,
+    target: Path,
+    draft: Path | None,
+    **given: Any,
+) -> Engine:
+    """A fresh engine for one setting, its experts kept and copied as the policy and the path say."""
+    own = asked.policy not in STORES
+    store = HostDriven if own else STORES[asked.policy]
+    kind: type[Engine] = Engine
+    if path != "auto" or not own:
+        bases = (Unlocked, store) if path == "legacy" else (store,)
+
+        class Measured(Engine):
+            captures = False
+            make_store = type("Store", bases, {})
+            make_slab = staticmethod(functools.partial(_make_slab, path == "legacy", link))
+
+            def close(self) -> None:
+                decoder = self.__dict__.get("decoder")
+                if decoder is not None and isinstance(decoder.store, HostDriven):
+                    decoder.store.end()
+                super().close()
+
+        kind = Measured
+    if path == "legacy":
+        given["pin"] = "none"
+    if asked.policy == SP_MOE:
+        given["critical_experts"] = _critical(read_manifest(target).config)
+    return kind.load(
+        target,
+        draft,
+        slots=asked.slots,
+        draft_tokens=asked.draft_tokens,
+        prefetch=asked.policy in DRAFTED,
+        policy="global-lru" if asked.policy in ONE_POOL else "layer-lru",
+        **given,
+    )
+
+
+def _make_slab(
+    legacy: bool, link: float | None, slots: int, stride: int, device: torch.device
+) -> HostSlab | DeviceSlab:
+    on_gpu = device.type == "cuda"
+    base: type = DeviceSlab if on_gpu else HostSlab
+    if legacy and on_gpu:
+        base = PageableSlab
+    elif link is not None:
+        base = SlowDeviceSlab if on_gpu else SlowHostSlab
+    kind = type("Slab", (RecordedSlab, base), {"rate": (link or 0) * 1e9})
+    return make_slab(slots, stride, device, kind)
+
+
+def _critical(config: ModelConfig) -> int:
+    """Experts that SP-MoE copies for a draft token and layer: 1 of Mixtral's 2, elsewhere all k."""
+    return 1 if config.family == "mixtral" else config.num_experts_per_tok
+
+
+def prepare(engine: Any, asked: Setting, forced: ForcedAcceptance | None) -> None:
+    """What a policy needs to know of its engine, and whose verdict counts."""
+    decoder = engine.decoder
+    if forced is not None:
+        decoder.verify = forced
+    if isinstance(decoder.store, HostDriven):
+        decoder.store.attach(decoder.target)
+        decoder.watch = decoder.store.observe
+    if asked.policy == SP_MOE and decoder.prefetcher is not None:
+        decoder.cutoff = published_cutoff(
+            decoder.drift.profile,
+            layers=len(decoder.target.blocks),
+            drafts=decoder.length.most,
+            critical=_critical(decoder.target.config),
+            slots=decoder.store.table.num_slots,
+        )
+        decoder.prefetcher.usefulness.judge = lambda: True  # theirs goes on whatever it brings
+
+
+def _to_draw(todo: Sequence[Setting]) -> set[Setting]:
+    """Of each policy one setting: the first slots, most drafts."""
+    found: dict[str, Setting] = {}
+    for one in todo:
+        best = found.setdefault(one.policy, one)
+        if one.slots == best.slots and str(one.draft_tokens) > str(best.draft_tokens):
+            found[one.policy] = one
+    return {one for one in found.values() if one.policy != ALL}
+
+
+def _draw(result: Bench, engine: Engine, asked: Setting, prompt: str, how: dict[str, Any]) -> None:
+    """Record an answer more."""
+    timeline = record(
+        engine, str(asked), lambda: measure(engine, [prompt], 1, lambda done: None, **how)
+    )
+    if timeline is not None:
+        result.timelines.append(timeline)
 
 
 class _Known(Exception):
@@ -298,6 +470,8 @@ def measure(
     for repeat in range(repeats):
         for number, prompt in enumerate(prompts):
             report(len(runs))
+            if isinstance(engine.decoder.store, HostDriven):
+                engine.decoder.store.begin_answer(counted=repeat > 0)
             for kv in filter(None, (session.target_kv, session.draft_kv)):
                 kv.truncate(0)  # a prompt met again is read again
             started = time.perf_counter()

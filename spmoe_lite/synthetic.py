@@ -71,7 +71,7 @@ T = TypeVar("T")
 
 
 def _mixtral(**sizes: Any) -> ModelConfig:
-    known = {"rms_norm_eps": 1e-5, "rope": Rope(1e6), "max_position_embeddings": 32768}
+    known: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope": Rope(1e6), "max_position_embeddings": 32768}
     return ModelConfig(family="mixtral", **(known | sizes))
 
 

@@ -94,20 +94,24 @@ def test_rows_are_sorted_and_the_sentence_takes_on_demand_at_its_best():
 def test_the_first_row_is_on_demand_without_drafting():
     base = b.Setting("on-demand", 8, 0)
     assert b.plan_rows(["ours"], [8], [4], 16, True) == [base, b.Setting("ours", 8, 4)]
-    rows = b.plan_rows(b.POLICIES, [8, 12], [], 16, True)
+    assert b.plan_rows(["sp-moe", "static"], [8], [0], 16, True) == [
+        base,
+        b.Setting("static", 8, 0),
+    ]
+    rows = b.plan_rows(b.USUAL, [8, 12], [], 16, True)
     assert rows[0] == base and len(rows) == len(set(rows)) == 2 * 5 + 2
     assert [one for one in rows if one.policy == "all-resident"] == [
         b.Setting("all-resident", 16, n) for n in (0, 4)
     ]
     assert b.Setting("ours", 8, 0) not in rows
-    assert {one.draft_tokens for one in b.plan_rows(b.POLICIES, [], [], 16, False)} == {0}
-    assert b.plan_rows(b.POLICIES, [], [], 16, False)[0].slots is None
+    assert {one.draft_tokens for one in b.plan_rows(b.USUAL, [], [], 16, False)} == {0}
+    assert b.plan_rows(b.USUAL, [], [], 16, False)[0].slots is None
 
 
 @pytest.mark.parametrize(
     "policies, slots, drafts, said",
     [
-        (["lru"], [], [], "--policy lru: one of on-demand, global-lru, ours, all-resident"),
+        (["lru"], [], [], f"--policy lru: one of {', '.join(b.POLICIES)}"),
         (["ours"], [8, 1], [], "--slots 1: 2 to 16"),
         ([], [17], [], "--slots 17: 2 to 16"),
         ([], [], [32], "--draft-tokens 32: 0 to 31, or auto"),
@@ -138,7 +142,7 @@ def test_prompts_are_lines_or_json_lines():
 class Engine:
     """Writes two tokens an answer, one a piece; a third where it drafts and `wrong` is set."""
 
-    template, wrong, most, device = None, False, 12, "cpu"
+    template, wrong, most, device, store = None, False, 12, "cpu", None
     loaded: list["Engine"] = []
 
     @classmethod
@@ -359,6 +363,74 @@ def test_tiny_packs_write_the_same_text_in_every_row(packs, tmp_path, capsys):
     assert all(one["mb_per_token"] > 0 and one["hit_rate"] < 1 for one in paged)
     assert all(one["mb_per_token"] == 0 for one in found["rows"] if one not in paged)
     assert any(one["prefetch_useful"] for one in paged if one["policy"] == "ours")
+
+
+def test_every_policy_writes_the_same_text_and_draws_its_step(packs):
+    found = b.bench(
+        *map(Path, packs),
+        policies=b.POLICIES,
+        slots=[5],
+        draft_tokens=[0, 2],
+        prompts=["the quick brown fox"],
+        max_tokens=12,
+        repeats=2,
+        timelines=True,
+        device="cpu",
+    )
+    assert [row.error for row in found.rows] == [None] * len(found.rows) and not found.left_out
+    names = [(row.setting.policy, row.setting.draft_tokens) for row in found.rows]
+    assert sorted(names) == sorted(
+        (policy, n) for policy in b.POLICIES for n in (0, 2) if n or policy not in b.DRAFTED
+    )
+    assert {line.label.partition(",")[0] for line in found.timelines} == {*b.POLICIES} - {b.ALL}
+    for line in found.timelines:
+        kinds = [span.kind for span in line.spans]
+        assert kinds.count("draft") == 2 and kinds.count("target") == 1
+        assert all(0 <= span.begin <= span.end <= line.milliseconds for span in line.spans)
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_forced_acceptance_is_the_same_for_every_policy_and_texts_are_not_compared(packs):
+    found = b.bench(
+        *map(Path, packs),
+        policies=["on-demand", "sp-moe", "ours"],
+        slots=[5],
+        draft_tokens=[3],
+        prompts=["the quick brown fox", "it was said"],
+        max_tokens=24,
+        repeats=2,
+        acceptance=0.5,
+        device="cpu",
+    )
+    assert [row.error for row in found.rows] == [None] * 4 and found.acceptance == 0.5
+    counted = {
+        (row.stats.counters.drafted, row.stats.counters.accepted)
+        for row in found.rows
+        if row.setting.draft_tokens
+    }
+    assert len(counted) == 1
+    drafted, accepted = counted.pop()
+    assert 0 < accepted < drafted
+
+
+def test_a_slower_bus_is_slower_and_driven_by_the_host(packs):
+    given = {"policies": ["on-demand"], "slots": [4], "prompts": ["the quick brown fox"]}
+    given |= {"max_tokens": 4, "repeats": 2, "device": "cpu"}
+    path = Path(packs[0])
+    slow, legacy = b.bench(path, link=0.005, **given), b.bench(path, copy_path="legacy", **given)
+    counters = slow.rows[0].stats.counters
+    assert slow.copy_path == "host" and counters.bytes_moved > 0
+    assert counters.stall_seconds > 0.9 * counters.bytes_moved / 5e6
+    texts = [[run.token_ids for run in found.rows[0].runs] for found in (slow, legacy)]
+    assert texts[0] == texts[1] and legacy.copy_path == "legacy"
+    for wrong, said in (
+        ({"link": 0}, "--link 0: above 0"),
+        ({"link": 9, "copy_path": "legacy"}, "--link 9"),
+        ({"copy_path": "usb"}, "--copy-path usb: one of auto, host, legacy"),
+        ({"acceptance": 2}, "--acceptance 2: 0 to 1"),
+    ):
+        with pytest.raises(UsageError, match=f"^{said}"):
+            b.bench(path, **given, **wrong)
 
 
 def test_a_pack_without_experts_is_refused(packs):
