@@ -210,8 +210,8 @@ def linear_triton(
     weight_tiles = triton.cdiv(out.shape[1], config.n // 2 if gated else config.n)
     parts = counters = out
     options = config.options()
-    if spread and scheme is not None and segments == MAX_SEGMENTS:
-        options["num_stages"] += 2  # short segments: nearly all of one is under way at once
+    if tokens <= FEW and scheme is not None and scheme.bits == 4 and segments == MAX_SEGMENTS:
+        options["num_stages"] += 2  # small tiles, short segments: most of one is under way at once
     if spread:
         parts = x.new_empty(segments, tokens, weight_tiles * config.n, dtype=torch.float32)
         counters = counters_of(owner, weight_tiles)
