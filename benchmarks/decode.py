@@ -239,6 +239,19 @@ def run(
     }
 
 
+def run_ahead(graphs: StepGraphs, count: int, steps: int, warm: int) -> dict:
+    """Steps enqueued before the one before was read: ms from report to report, and of it on the GPU."""
+    draw = random.Random(1)
+    tokens = [draw.randrange(VOCAB) for _ in range(CONTEXT)]
+    wall, busy, begun = [], [], time.perf_counter()
+    for i in range(warm + steps):
+        found = graphs.step(tokens, count, 0, None, None, i < warm + steps - 1)
+        begun, before = time.perf_counter(), begun
+        wall.append((begun - before) * 1e3)
+        busy.append(found.draft_ms + found.verify_ms)
+    return {"wall": statistics.median(wall[warm:]), "gpu": statistics.median(busy[warm:])}
+
+
 def ceilings(pair: Pair) -> dict:
     """HBM reads by torch's sum of 8 GB; the bus by a copy of 1 GB and by the engine's own `fetch`."""
     data = torch.empty(2 << 30, dtype=torch.float32, device=DEVICE).normal_()
@@ -298,6 +311,8 @@ def main() -> None:
                         row["median_ms"]["draft"] / count / (pair.bytes["draft"] / hbm)
                     )
                 show(f"resident T={count + 1}", row)
+                ahead = run_ahead(graphs, count, args.steps, 5)
+                show(f"resident T={count + 1}, enqueued ahead", ahead)
             del graphs
             torch.cuda.empty_cache()
         for slots in map(int, args.slots.split(",")) if "slots" not in args.skip else ():
