@@ -104,11 +104,11 @@ class Decoder:
         self, cancel: threading.Event | None = None, on_progress: OnProgress | None = None
     ) -> None:
         """Feed the prompt to the target in chunks, but for its last one, which `step` takes."""
-        if self.graphs is not None and self.graphs.ahead is not None:
-            self.graphs.leave(self.store)
         kv, tokens = self.session.target_kv, self.session.tokens
         self._read_from = kv.length
         with self._device():
+            if self.graphs is not None and self.graphs.ahead is not None:
+                self.graphs.leave(self.store)
             while len(tokens) - kv.length > PREFILL_CHUNK:
                 check(cancel)
                 chunk = self.session.pending(kv)[:PREFILL_CHUNK]

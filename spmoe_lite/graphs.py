@@ -174,7 +174,7 @@ class StepGraphs:
         self._values = self._host_params.numpy()
         self._params = torch.zeros_like(self._host_params, device=device)
         self._newest = torch.zeros(1, dtype=torch.int32, device=device)
-        if tables is not None:  # reset with the parameters of each step
+        if tables is not None:  # reset by the parameters of a step and by its first draft
             self.tables = replace(tables, progress=self._param(PROGRESS))
             self._host = tables.host.cpu().numpy()
             self._predicted = torch.zeros_like(tables.wanted)
@@ -221,7 +221,11 @@ class StepGraphs:
             flight = self._launch(count, cutoff, pick, tokens, cancel)
         assert (count, cutoff) == (flight.count, flight.cutoff)
         if ahead:
-            torch.cuda.current_stream().wait_event(self._fetched)
+            for event in (
+                flight.verified,
+                self._fetched,
+            ):  # the stream may be another than last time
+                torch.cuda.current_stream().wait_event(event)
             self._advance[count + 1][0].replay()
             self._flight = self._launch(count, cutoff)
         return self._read(flight)
@@ -238,10 +242,8 @@ class StepGraphs:
     def _prepare(self, tokens: list[int], cutoff: int) -> None:
         """Parameters of a step by what the host knows, and recency of the step before."""
         newest = tokens[-2:] if len(tokens) > 1 else [0, *tokens]
-        self._values[: IDS + 2] = (
-            *(len(tokens) - 1, self._clock, self._kept, cutoff, 0, -1),
-            *newest,
-        )
+        known = [len(tokens) - 1, self._clock, self._kept, cutoff, 0, -1]
+        self._values[: IDS + 2] = known + newest
         self._kept = 0
         torch.cuda.current_stream().wait_event(self._fetched)
         self._params.copy_(self._host_params, non_blocking=True)
@@ -351,7 +353,9 @@ class StepGraphs:
 
         A step that has not been read is forgotten.
         """
-        self._flight = None
+        if self._flight is not None:
+            torch.cuda.current_stream().wait_event(self._flight.verified)
+            self._flight = None
         if not self._inside or store is None or self.tables is None:
             return
         synchronize(self._params.device)

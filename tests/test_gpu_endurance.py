@@ -98,7 +98,7 @@ def refused(kind, call):
 @regimes()
 def test_ten_thousand_tokens_take_no_memory(packs, place, how):
     """Answers of all kinds: greedy, sampled, cut off by the reader; after the first ones nothing grows."""
-    length, rounds = (500, 20) if place == "cuda" else (50, 5)
+    length, rounds = (500, 20) if place == "cuda" else (30, 5)
     written, draw = 0, random.Random(3)
     with load(packs, place, **how) as engine:
         for i in range(rounds + 3):
@@ -247,7 +247,7 @@ def test_a_copy_that_fails_is_said_and_the_next_answer_is_right(packs, place, ho
 # --- threads -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("second", ["loaded before", "loaded meanwhile"])
+@pytest.mark.parametrize("second", [pytest.param("loaded before", marks=GPU), "loaded meanwhile"])
 @pytest.mark.parametrize("slots", [pytest.param(24, marks=GPU), 9])
 def test_two_engines_write_at_the_same_time_what_each_writes_alone(packs, place, second, slots):
     length, other = (300, 200) if place == "cuda" else (30, 20), [1, *range(50, 80)]
@@ -414,7 +414,7 @@ def held_law(packs, place, length, variants):
 @pytest.mark.timeout(1800)
 def test_placement_changes_no_bit(packs, place):
     """The least slots with which steps are captured (2 a layer) and the least of all (2)."""
-    length = 500 if place == "cuda" else 50
+    length = 500 if place == "cuda" else 30
     least, two = {"slots": 6, "cutoff": 3}, {"slots": 2, "cutoff": 3}
     held_law(
         packs,
