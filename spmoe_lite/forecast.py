@@ -107,7 +107,7 @@ class Forecast:
             why += f"{with_draft.copies:.3g} experts, one position {plain.copies:.3g}"
         text = f"{first}: {took}. {why[0].upper()}{why[1:]}."
         best = self.best_speed
-        if best is not None and best.token_ms * MARGIN < with_draft.token_ms:
+        if best is not None and best.token_ms * MARGIN < min(with_draft.token_ms, plain.token_ms):
             text += f" --draft-tokens {best.draft_tokens} would take {best.token_ms:.3g} ms."
         return text
 
@@ -201,11 +201,13 @@ def _priced(
     sizes: list[ModelSize], plan: Plan, plain: Plan, drafts: int, costs: Costs, machine: _Machine
 ) -> Forecast:
     target, *others = sizes
-    draft = others[0] if others else None
+    draft, layers = others[0] if others else None, target.config.num_hidden_layers
     figures, notes = machine.figures, machine.notes
     if plan.slots == plan.expert_count:  # nothing is ever missing
         paging = ("link", "misses, of those of uniform routing")
         figures, notes = [figure for figure in figures if figure.name not in paging], []
+    elif plan.device != "cpu" and plan.slots < target.config.num_experts_per_tok * layers:
+        notes = [*notes, "fewer slots than a token needs: steps are driven by the host, and slower"]
     if not target.config.is_moe:
         return Forecast(plan, None, plain if others else None, None, None, [], notes)
     speed = predict(target, draft, plan.slots, drafts, costs)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MIN_SLOTS = 2
 DEFAULT_CONTEXT = 8192
-RUNTIME_BYTES = 200_000_000  # of a GPU: kernels' code, captured steps (docs/log.md, plan)
+RUNTIME_BYTES = 400_000_000  # of a GPU: kernels' code, captured steps (docs/log.md)
 ROUNDING = 0.05  # of dense weights: what the allocator rounds up
 KV_TYPES = ("auto", "int8")  # of KV caches; auto is the float of the model's activations
 DEQUANTISED = 8  # bytes a weight that the CPU dequantises for one product; measured: 6.3

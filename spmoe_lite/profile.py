@@ -24,7 +24,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from spmoe_lite.cutoff import Profile, save_profile
+from spmoe_lite.cutoff import Profile, load_profile, save_profile
 from spmoe_lite.device import bus_rate, current, synchronize
 from spmoe_lite.engine import Engine
 from spmoe_lite.errors import UsageError
@@ -91,6 +91,8 @@ def profile(
     for kv in (decoder.session.target_kv, decoder.session.draft_kv):
         if kv is not None:
             kv.truncate(0)  # the timed passes were nobody's conversation
+    if missed is None and (known := load_profile(engine.profile_path)) is not None:
+        missed = known.miss_ratio  # of fewer slots than now
     layers = len(decoder.target.blocks)
     measured = Profile(
         expert_copy_ms=miss_ms,
@@ -103,6 +105,8 @@ def profile(
         acceptance=accepted,
         miss_ratio=missed,
     )
+    if engine.device.type == "cuda":
+        torch.cuda.empty_cache()  # of what measuring took beside the plan
     decoder.drift.profile = measured
     save_profile(engine.profile_path, measured)
     return measured
