@@ -157,7 +157,8 @@ class Engine:
         critical_experts: experts prefetched per draft token and layer (default: the router's k).
         cutoff: layers to prefetch for (default: from measured times). pin: how much of the pack may be
         page-locked in RAM for the GPU: "all", "none", bytes or "20GiB", or "auto" (what fits in 75 % of
-        the available RAM); the GPU reads missing experts there by itself if it is all. trace: a new file that records
+        the available RAM); the GPU reads missing experts there by itself if it is all, else RAM holds the
+        experts last used and the others come from disk. trace: a new file that records
         routing (`trace.py`). on_plan(plan) is called before anything is loaded.
 
         Raises NotFoundError, DamagedError, UnsupportedError (pair), CapacityError, Cancelled.
@@ -626,7 +627,7 @@ class Engine:
         pinned = "none" if table.all_fit else self._pinned(pin, pack)
         in_part = isinstance(pinned, int) and pinned < whole
         if pinned != "none" and not in_part:
-            host = self._host_memory = HostMap(pack, self.device, pinned, on_progress, cancel)
+            host = self._host_memory = HostMap(pack, self.device, on_progress, cancel)
         store = self.make_store(pack, slab, table, counters, self.device, host)
         if isinstance(pinned, int) and in_part:
             self._host_memory = tier = RamTier(
@@ -640,7 +641,12 @@ class Engine:
                 on_progress=on_progress,
                 cancel=cancel,
             )
-            store.tier = tier if tier.num_places else None
+            if tier.num_places:
+                store.tier = tier
+                self.notices.append(
+                    f"RAM has places for {tier.num_places} of {layers * experts} experts: what is "
+                    f"neither there nor in a slot is read from the pack's files"
+                )
         return Transformer(c, tensors, context, store, layout), store
 
     def _pinned(self, pin: str | int, pack: Pack) -> Literal["all", "none"] | int:

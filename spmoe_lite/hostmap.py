@@ -1,5 +1,7 @@
 """The pack's experts in page-locked host memory: each at an address that the GPU reads by itself.
 
+For packs that RAM holds; `ramtier.py` is for the others.
+
 Every layer's expert file is mapped read-only, brought into memory by large explicit reads on several
 threads (page faults on a cold file are slow, and a disk error in one ends the process), and registered
 with the CUDA runtime as one span. Copies from there run at the speed of the bus, kernels read it without a
@@ -24,7 +26,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,16 +58,15 @@ class HostMap:
         self,
         pack: Pack,
         device: torch.device,
-        pin: Literal["all", "none"] | int = "all",
         on_progress: OnProgress | None = None,
         cancel: threading.Event | None = None,
         driver: Cuda | None = None,
     ):
-        """Map and page-lock up to `pin` bytes: whole layers from the first, then experts of the next.
+        """Map and page-lock layer by layer, whatever RAM there is (`default_pin` asks).
 
         Reports Progress("pin", done, total, "bytes"); raises `Cancelled` within a read or the
         registration of one layer, `DamagedError` for a file that was cut short. After any error
-        nothing is left registered. "all" does not ask how much RAM there is (`default_pin` does).
+        nothing is left registered.
         """
         self._pack = pack
         self._driver = driver
@@ -79,10 +80,8 @@ class HostMap:
         weakref.finalize(
             self, _release, *owned
         ).atexit = False  # the end of the process is an end, too
-        if isinstance(pin, str):
-            pin = pack.expert_count() * self._stride if pin == "all" else 0
         try:
-            self._pin_layers(pin, on_progress, cancel)
+            self._pin_layers(on_progress, cancel)
         except BaseException:
             self.close()
             raise
@@ -108,11 +107,9 @@ class HostMap:
         self._spans.clear()
         _release(self._driver, self._registered, self._views)
 
-    def _pin_layers(
-        self, budget: int, on_progress: OnProgress | None, cancel: threading.Event | None
-    ) -> None:
-        counts = _share_out(self._pack, budget)
-        total, done = sum(counts) * self._stride, 0
+    def _pin_layers(self, on_progress: OnProgress | None, cancel: threading.Event | None) -> None:
+        layers = self._pack.config.num_hidden_layers if self._stride else 0
+        total, done = self._pack.expert_count() * self._stride, 0
 
         def advance(count: int) -> None:
             nonlocal done
@@ -123,9 +120,9 @@ class HostMap:
 
         readers = ThreadPoolExecutor(READERS, "spmoe-pin")
         try:
-            for layer, count in enumerate(counts):
+            for layer in range(layers):
                 check(cancel)
-                self._pin(layer, count, readers, advance)
+                self._pin(layer, readers, advance)
         except Refused as error:
             log.warning(
                 "page-locked memory refused beyond %s of the %s asked for (%s): the other experts are "
@@ -137,10 +134,9 @@ class HostMap:
         finally:
             readers.shutdown(cancel_futures=True)
 
-    def _pin(
-        self, layer: int, count: int, readers: ThreadPoolExecutor, advance: Callable[[int], None]
-    ) -> None:
-        """Give the first `count` experts of a layer their addresses."""
+    def _pin(self, layer: int, readers: ThreadPoolExecutor, advance: Callable[[int], None]) -> None:
+        """Give the experts of a layer their addresses."""
+        count = self._pack.config.num_local_experts
         try:
             self._views[layer] = view = self._pack.layer_bytes(layer)
         except (OSError, ValueError) as error:
@@ -190,22 +186,11 @@ def _release(driver: Cuda | None, registered: list[int], views: dict[int, np.nda
 
 
 def default_pin(pack: Pack, available_ram: int) -> int:
-    """Bytes to page-lock where nobody says: the whole pack if it fits, else as many whole layers."""
+    """Bytes to page-lock where nobody says: the whole pack if it fits, else as many experts as do."""
     if pack.expert_layout is None:
         return 0
-    layer = pack.config.num_local_experts * pack.expert_layout.stride
-    return min(pack.config.num_hidden_layers, int(available_ram * SHARE) // layer) * layer
-
-
-def _share_out(pack: Pack, budget: int) -> list[int]:
-    """How many experts of each layer `budget` bytes pay for."""
-    counts: list[int] = []
-    if pack.expert_layout is not None:
-        experts = budget // pack.expert_layout.stride
-        while experts > 0 and len(counts) < pack.config.num_hidden_layers:
-            counts.append(min(experts, pack.config.num_local_experts))
-            experts -= counts[-1]
-    return counts
+    stride = pack.expert_layout.stride
+    return min(pack.expert_count(), int(available_ram * SHARE) // stride) * stride
 
 
 @functools.cache

@@ -50,6 +50,7 @@ AHEAD_BYTES = READERS * MOST_PART  # begun before they are asked for, so that no
 COPY_BYTES = 16 << 20  # of a copy that can wait
 CHUNK_BYTES = 256 << 20  # page-locked at once
 BLOCK = 4096  # what O_DIRECT wants everything to be a multiple of
+SPARE = 3  # places of experts that have a slot too: a copy to one does not wait for one from it
 LOOK_SECONDS = 0.1  # between two looks at `go_on` while a read is waited for
 
 log = logging.getLogger("spmoe_lite")
@@ -65,6 +66,7 @@ class Places:
     def __init__(self, count: int, last_used: Mapping[ExpertKey, int]):
         self.held: dict[ExpertKey, ExpertKey | None] = {}  # and the fill that holds it
         self._count = count
+        self._spare = min(SPARE, count // 32)
         self._last_used = last_used
         self._place_of: dict[ExpertKey, int] = {}
         self._unfilled: set[ExpertKey] = set()
@@ -145,9 +147,12 @@ class Places:
         return self._last_used.get(key, -1)
 
     def _victim(self, limit: int | None) -> ExpertKey | None:
-        for key in self._doubles:
-            if key not in self.held:
-                return key
+        doubles = (key for key in self._doubles if key not in self.held)
+        if len(self._doubles) > self._spare and (key := next(doubles, None)) is not None:
+            return key
+        return self._oldest(limit) or next(doubles, None)
+
+    def _oldest(self, limit: int | None) -> ExpertKey | None:
         staying = []
         victim = None
         while self._ages:

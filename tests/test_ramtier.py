@@ -60,6 +60,23 @@ def test_doubles_go_first_then_the_one_used_longest_ago():
     assert places.place((0, 2)) is None and places.place((0, 0)) is not None
 
 
+def test_a_few_doubles_are_spared_so_that_copies_both_ways_overlap():
+    places = Places(96, {(0, expert): expert for expert in range(100)})
+    for expert in range(96):
+        places.take((0, expert), None)
+        places.filled((0, expert))
+        places.release((0, expert))
+        places.got_slot((0, expert)) if expert > 92 else places.lost_slot((0, expert))
+    places.take((0, 96), None)
+    assert places.place((0, 0)) is None and len(places._doubles) == ramtier.SPARE == 3
+    places.got_slot((0, 1))
+    places.take((0, 97), None)
+    assert places.place((0, 93)) is None  # the one that has been a double for longest
+    places.held = {(0, expert): None for expert in range(93)}
+    places.take((0, 98), None)
+    assert places.place((0, 94)) is None  # rather than nothing
+
+
 def test_what_is_held_stays_and_what_is_older_is_not_kept():
     used = {(0, 0): 5, (0, 1): 6}
     places = Places(2, used)
