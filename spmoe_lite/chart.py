@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import html
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -54,8 +55,8 @@ def draw(result: Bench, title: str, remarks: Sequence[str] = ()) -> str:
     """The whole picture, an SVG document. Rows with an error, and those without a time, are left out."""
     page = Page()
     page.line(title, "title")
-    for remark in remarks:
-        page.line(remark, "dim")
+    for line in (line for remark in remarks for line in textwrap.wrap(remark, 130)):
+        page.line(line, "dim")
     rows = [row for row in result.rows if row.error is None and row.tpot_ms]
     if rows:
         _bars(page, rows)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import shlex
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,9 +42,11 @@ from spmoe_lite.progress import size
 from spmoe_lite.terminal import note
 
 if TYPE_CHECKING:
-    from spmoe_lite.bench import Row
+    from spmoe_lite.bench import Bench, Row
     from spmoe_lite.cutoff import Profile
     from spmoe_lite.forecast import Forecast
+    from spmoe_lite.progress import OnProgress
+    from spmoe_lite.synthetic import Pair
 
 DEFAULT_LINK = 50.0  # GB/s: a PCIe 5 bus
 
@@ -179,7 +184,7 @@ def _profile_rows(measured: Profile, expert_bytes: int) -> list[list[str]]:
     type=Several(click.STRING),
     multiple=True,
     metavar="NAME,...",
-    help="Policies to measure; all if not given.",
+    help="Policies to measure, or all; on-demand,global-lru,ours,all-resident if not given.",
 )
 @click.option(
     "--slots",
@@ -217,6 +222,50 @@ def _profile_rows(measured: Profile, expert_bytes: int) -> list[list[str]]:
     help="Rounds over all prompts; the first is not counted.",
 )
 @click.option(
+    "--synthetic",
+    metavar="NAME",
+    help="In place of packs a pair of random weights: mixtral-8x7b, tiny. No download.",
+)
+@click.option(
+    "--experts",
+    type=click.Choice(["fp32", "bf16", "int8", "int4"]),
+    help="Precision of the synthetic pair; int4 if not given.",
+)
+@click.option(
+    "--layers", type=click.IntRange(1), metavar="N", help="Layers of the synthetic pair; else all."
+)
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where the synthetic pair lies until the end; the user's cache if not given.",
+)
+@click.option(
+    "--acceptance",
+    type=click.FloatRange(0, 1),
+    metavar="A",
+    help="Keep a draft token with this probability, whatever the target says; --synthetic only.",
+)
+@click.option(
+    "--copy-path",
+    type=click.Choice(["auto", "host", "legacy"]),
+    default="auto",
+    show_default=True,
+    help="host: the host drives every step; legacy: pageable copies, a synchronisation with each, too.",
+)
+@click.option(
+    "--link",
+    type=click.FloatRange(0, min_open=True),
+    metavar="GB/S",
+    help="Pace copies as over a slower bus; the host drives every step.",
+)
+@click.option(
+    "--svg",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Draw a picture: TPOT by policy, over slots, and one step of each policy.",
+)
+@click.option(
     "--json",
     type=click.Path(path_type=Path),
     allow_from_autoenv=False,  # elsewhere SPMOE_JSON is a switch
@@ -232,6 +281,11 @@ def bench_packs(
     policy: tuple[list[str], ...],
     prompts: str | None,
     json: Path | None,
+    svg: Path | None,
+    synthetic: str | None,
+    experts: str | None,
+    layers: int | None,
+    folder: Path | None,
     threads: int | None,
     **given: Any,
 ) -> int:
@@ -239,27 +293,59 @@ def bench_packs(
 
     Policies: on-demand, an LRU in each layer and nothing fetched ahead; global-lru, one LRU; ours, with
     what the draft's states point at fetched ahead; all-resident, every expert in a slot, where they fit.
+    And other systems' on the same kernels and copies: next-layer (AdapMoE), trace-match (MoE-Infinity),
+    static (Fiddler, llama.cpp; nothing is computed on the CPU), sp-moe (as published).
     Each row is a fresh engine, its first round not counted; every answer is greedy. All rows must write
-    the text of the first one, on-demand without drafting: one that does not is an error.
+    the text of the first one, on-demand without drafting: one that does not is an error. STEPS says
+    whether they were captured in CUDA graphs or driven by the host; other systems' policies need the host.
+
+    With --synthetic NAME no pack is needed: random weights at the shapes of NAME are written, measured and
+    deleted. Near uniform routing makes them the hard case for any cache.
 
     TPOT is the time of a token after the first text, drafting included: median, least and most of all
     answers. Hits are by unique expert and by access, as in `replay`. STALL is the share of that time in
     which the target waited for experts.
     """
-    from spmoe_lite.bench import POLICIES, bench, machine, summary
+    from spmoe_lite.bench import POLICIES, USUAL, bench, machine, plan_rows, summary
     from spmoe_lite.prompts import PROMPTS, parse_prompts
 
     texts = parse_prompts(read_prompt(None, prompts), prompts) if prompts else PROMPTS
-    if json is not None and not json.parent.is_dir():
-        raise NotFoundError(f"--json {json}: there is no folder {json.parent}")
+    for flag, file in {"--json": json, "--svg": svg}.items():
+        if file is not None and not file.parent.is_dir():
+            raise NotFoundError(f"{flag} {file}: there is no folder {file.parent}")
+    policies: Sequence[str] = [name for names in policy for name in names] or USUAL
+    if "all" in policies:
+        policies = POLICIES
     show_log()
-    target, draft_path = choose(pack, model, draft, offer=False)
-    note(pair_name(target, draft_path))
+    pair = None
+    if synthetic is None:
+        only = {"--experts": experts, "--layers": layers, "--folder": folder}
+        for flag, value in (only | {"--acceptance": given["acceptance"]}).items():
+            if value is not None:
+                raise UsageError(f"{flag} {value}: with --synthetic only")
+        target, draft_path = choose(pack, model, draft, offer=False)
+        note(pair_name(target, draft_path))
+    else:
+        from spmoe_lite.synthetic import Pair
+
+        if named := pack or model or draft:
+            raise UsageError(f"--synthetic {synthetic} brings its own packs: leave out {named}")
+        pair = Pair.of(synthetic, layers=layers, experts=experts or "int4")
+        count = pair.target.num_hidden_layers * pair.target.num_local_experts
+        plan_rows(
+            policies, given["slots"], given["draft_tokens"], count, True
+        )  # before it is written
     if threads is not None:
         import torch
 
         torch.set_num_threads(threads)
-    with terminal.interruptible() as cancel, terminal.ProgressDisplay() as progress:
+    with (
+        terminal.interruptible() as cancel,
+        terminal.ProgressDisplay() as progress,
+        contextlib.ExitStack() as stack,
+    ):
+        if pair is not None:
+            target, draft_path = _write_pair(stack, pair, folder, given, cancel, progress)
 
         def tell(row: Row) -> None:
             progress.close()
@@ -268,24 +354,30 @@ def bench_packs(
         result = bench(
             target,
             draft_path,
-            policies=[name for names in policy for name in names] or POLICIES,
+            policies=policies,
             prompts=texts,
+            timelines=svg is not None,
             cancel=cancel,
             on_progress=progress,
             on_row=tell,
             **given,
         )
-    if json is not None:
-        import shlex
+    command, where = f"{PROGRAM} {shlex.join(sys.argv[1:])}", machine()
+    if svg is not None:
+        from spmoe_lite.chart import draw
 
-        command = f"{PROGRAM} {shlex.join(sys.argv[1:])}"
-        how: dict[str, Any] = {"command": command, "machine": machine()}
+        title = f"{pair_name(target, draft_path)}, on {where['gpu'] or where['cpu']}"
+        svg.write_text(draw(result, title, [command, *_conditions(result)]), encoding="utf-8")
+    if json is not None:
+        how: dict[str, Any] = {"command": command, "machine": where}
         how |= {"target": pack_name(target), "draft": pack_name(draft_path) if draft_path else None}
         how |= {"prompts": list(texts), "max_tokens": given["max_tokens"]}
         json.write_text(json_text({**how, **result.to_dict()}) + "\n", encoding="ascii")
     if result.rows:
         click.echo(_bench_table(result.rows))
         click.echo(summary(result.rows))
+    for condition in _conditions(result):
+        note(condition)
     for name, reason in result.left_out.items():
         note(f"without {name}: {reason}")
     notices = [(row.setting.policy, notice) for row in result.rows for notice in row.notices]
@@ -298,6 +390,44 @@ def bench_packs(
         note(f"interrupted; rows measured: {len(result.rows)}")
         return 130
     return 1 if any(row.error for row in result.rows) else 0
+
+
+def _write_pair(
+    stack: contextlib.ExitStack,
+    pair: Pair,
+    folder: Path | None,
+    given: dict[str, Any],
+    cancel: threading.Event,
+    progress: OnProgress,
+) -> tuple[Path, Path]:
+    """A synthetic pair until the stack ends. Its equal experts share RAM, so that all can be page-locked."""
+    import torch
+
+    from spmoe_lite.device import available_bytes
+    from spmoe_lite.synthetic import cache_folder, temporary_pair
+
+    folder = folder or cache_folder()
+    note(f"{pair} to {folder}, deleted at the end")
+    if given["pin"] == "auto" and 2 * pair.disk_bytes < available_bytes(torch.device("cpu")):
+        given["pin"] = "all"
+    packs = temporary_pair(pair, folder, cancel=cancel, on_progress=progress)
+    return stack.enter_context(packs)
+
+
+def _conditions(result: Bench) -> list[str]:
+    """What has to be said wherever the figures are shown."""
+    said = []
+    if result.acceptance is not None:
+        said.append(f"acceptance forced to {result.acceptance:g}: texts are nobody's, not compared")
+    if result.link is not None:
+        said.append(f"copies paced to {result.link:g} GB/s; every step driven by the host")
+    elif result.copy_path == "host":
+        said.append("every step driven by the host")
+    elif result.copy_path == "legacy":
+        said.append(
+            "legacy copies: pageable memory, a synchronisation with each; driven by the host"
+        )
+    return said
 
 
 @command()
@@ -435,7 +565,7 @@ def replay_trace(
 def _bench_table(rows: Sequence[Row]) -> str:
     lines = [
         ["POLICY", "SLOTS", "DRAFTS", "TPOT MS", "LEAST", "MOST", "TOK/S", "FIRST S", "ACCEPTED"]
-        + ["HITS", "BY ACCESS", "MB/TOKEN", "STALL", "USEFUL", "LATE", "WASTED"]
+        + ["HITS", "BY ACCESS", "MB/TOKEN", "STALL", "USEFUL", "LATE", "WASTED", "STEPS"]
     ]
     for row in rows:
         stats, c, found = row.stats, row.stats.counters, row.to_dict()
@@ -451,4 +581,5 @@ def _bench_table(rows: Sequence[Row]) -> str:
             "-" if stall is None else f"{stall:.0%}",
         ]
         lines[-1] += [str(n) for n in (c.prefetch_useful, c.prefetch_late, c.prefetch_wasted)]
+        lines[-1].append(row.steps.removeprefix("driven by the "))
     return terminal.table(lines, right=range(1, len(lines[0])))

@@ -71,7 +71,11 @@ T = TypeVar("T")
 
 
 def _mixtral(**sizes: Any) -> ModelConfig:
-    known: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope": Rope(1e6), "max_position_embeddings": 32768}
+    known: dict[str, Any] = {
+        "rms_norm_eps": 1e-5,
+        "rope": Rope(1e6),
+        "max_position_embeddings": 32768,
+    }
     return ModelConfig(family="mixtral", **(known | sizes))
 
 
@@ -154,6 +158,13 @@ class Pair:
             f"{' and '.join(self.names)}, random weights, {c.num_hidden_layers} layers: experts of "
             f"{self.expert_bytes / 1e9:.1f} GB; {self.disk_bytes / 1e9:.1f} GB are written"
         )
+
+
+def cache_folder() -> Path:
+    """Where synthetic pairs lie if nobody says: the user's cache."""
+    import platformdirs
+
+    return platformdirs.user_cache_path("spmoe-lite", appauthor=False)
 
 
 @contextlib.contextmanager

@@ -324,6 +324,9 @@ def test_ctrl_c_prints_the_rows_so_far_and_is_130(found_packs, monkeypatch, caps
         (["--draft-tokens", "4"], "--draft-tokens 4: name the pack that drafts"),
         (["--repeats", "1"], "--repeats"),
         (["--json", "no/such/x.json"], "--json no/such/x.json: there is no folder"),
+        (["--acceptance", "0.9"], "--acceptance 0.9: with --synthetic only"),
+        (["--layers", "2"], "--layers 2: with --synthetic only"),
+        (["--synthetic", "tiny"], "--synthetic tiny brings its own packs: leave out mix"),
     ],
 )
 def test_bad_input_is_one_line(found_packs, capsys, tmp_path, args, said):
@@ -363,6 +366,44 @@ def test_tiny_packs_write_the_same_text_in_every_row(packs, tmp_path, capsys):
     assert all(one["mb_per_token"] > 0 and one["hit_rate"] < 1 for one in paged)
     assert all(one["mb_per_token"] == 0 for one in found["rows"] if one not in paged)
     assert any(one["prefetch_useful"] for one in paged if one["policy"] == "ours")
+
+
+def test_a_synthetic_pair_is_written_measured_drawn_and_deleted(tmp_path, capsys):
+    files = [str(tmp_path / name) for name in ("x.json", "x.svg")]
+    given = ["--experts", "fp32", "--layers", "2", "--folder", str(tmp_path / "cache")]
+    given += [
+        "--policy",
+        "on-demand",
+        "--slots",
+        "8",
+        "--draft-tokens",
+        "0,2",
+        "--acceptance",
+        "0.7",
+    ]
+    given += ["--max-tokens", "6", "--repeats", "2", "--json", files[0], "--svg", files[1]]
+    assert spmoe("bench", "--synthetic", "tiny", "--device", "cpu", *given) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0].split()[-1] == "STEPS" and len(out.splitlines()) == 1 + 2 + 1
+    assert "tiny and tiny-draft, random weights, 2 layers: experts of 0.0 GB" in err
+    assert "acceptance forced to 0.7: texts are nobody's" in err
+    assert list((tmp_path / "cache").iterdir()) == []
+    found = json.loads(Path(files[0]).read_text())
+    assert found["acceptance"] == 0.7 and found["draft"] == "tiny-draft"
+    assert len(found["timelines"]) == 1 and "</svg>" in Path(files[1]).read_text()
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (["--policy", "fast"], "--policy fast: one of"),
+        (["--slots", "99"], "--slots 99: 2 to 32"),
+        (["--layers", "9"], "--layers 9: tiny has 1 to 4"),
+    ],
+)
+def test_what_is_wrong_is_said_before_a_synthetic_pair_is_written(tmp_path, capsys, given, said):
+    assert spmoe("bench", "--synthetic", "tiny", "--folder", str(tmp_path), *given) == 2
+    assert said in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
 def test_every_policy_writes_the_same_text_and_draws_its_step(packs):
