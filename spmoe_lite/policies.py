@@ -62,7 +62,7 @@ class HostDriven(ExpertStore):
         self._guessing = threading.local()
 
     def attach(self, target: Transformer) -> None:
-        """The model whose states `observe` will see."""
+        """The model whose states `observe` will see; passes before, to warm up, go unseen."""
 
     def prefetch(self, layer: int, expert: int) -> None:
         self._guessing.now = True
@@ -92,7 +92,8 @@ class HostDriven(ExpertStore):
 class _Ahead(HostDriven):
     """Copies what `ahead` names for later layers, as soon as what a layer misses is on its way."""
 
-    def attach(self, target: Transformer) -> None:
+    def __init__(self, *args: Any):
+        super().__init__(*args)
         self._pass = 0  # guesses belong to one
         self._worker = ThreadPoolExecutor(1, "spmoe-guess")
 
@@ -125,10 +126,10 @@ class _Ahead(HostDriven):
 class NextLayer(_Ahead):
     """The next layer's router, one layer early."""
 
+    _guess: Prediction | None = None
+
     def attach(self, target: Transformer) -> None:
-        super().attach(target)
         self._predictor = ExpertPredictor(target, self._k)
-        self._guess: Prediction | None = None
 
     def observe(self, layer: int, state: torch.Tensor) -> None:
         self._guess = None
@@ -150,8 +151,8 @@ class NextLayer(_Ahead):
 class TraceMatch(_Ahead):
     """The past answer that is nearest says what comes."""
 
-    def attach(self, target: Transformer) -> None:
-        super().attach(target)
+    def __init__(self, *args: Any):
+        super().__init__(*args)
         self._past: list[np.ndarray] = []
         self._now = np.zeros((self._layers, self._experts))
         self._nearest: np.ndarray | None = None
@@ -196,7 +197,8 @@ class TraceMatch(_Ahead):
 class StaticSplit(HostDriven):
     """The hottest experts for good; the others come and go."""
 
-    def attach(self, target: Transformer) -> None:
+    def __init__(self, *args: Any):
+        super().__init__(*args)
         self._uses = np.zeros((self._layers, self._experts), dtype=np.int64)
         self._pinned: set[ExpertKey] = set()
 

@@ -1,13 +1,26 @@
 """Other systems' policies: what each copies ahead, keeps and forgets, over a tiny pack on the CPU."""
 
+import ctypes
+import itertools
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 
-from spmoe_lite import Engine, policies
+from spmoe_lite import Engine, policies, slab
 from spmoe_lite.cutoff import Profile
-from spmoe_lite.policies import HostDriven, NextLayer, SpMoe, StaticSplit, TraceMatch
+from spmoe_lite.policies import (
+    HostDriven,
+    NextLayer,
+    PageableSlab,
+    SlowDeviceSlab,
+    SpMoe,
+    StaticSplit,
+    TraceMatch,
+)
 from spmoe_lite.synthetic import Pair, write_pair
+from spmoe_lite.timeline import Log, RecordedSlab
 
 LAYERS, EXPERTS, K = 4, 8, 2
 
@@ -119,3 +132,101 @@ def test_the_published_cutoff():
     assert policies.published_cutoff(profile, layers=32, drafts=4, critical=1, slots=5) == 5
     assert policies.published_cutoff(profile, layers=4, drafts=9, critical=1, slots=64) == 4
     assert policies.published_cutoff(profile, layers=4, drafts=0, critical=1, slots=64) == 1
+
+
+@pytest.mark.parametrize("kind", [HostDriven, NextLayer, TraceMatch, StaticSplit, SpMoe])
+def test_a_gpu_s_warm_up_comes_before_the_model_is_known(packs, kind):
+    measured = type("Measured", (Engine,), {"make_store": kind, "captures": False})
+    with measured.load(packs[0], device="cpu", slots=16, ctx_size=64) as engine:
+        kv = engine.decoder.session.target_kv
+        for rows in (1, 17, 33):
+            kv.truncate(0)
+            with torch.inference_mode():
+                engine.decoder.target.forward([0] * rows, kv)
+        engine.decoder.store.end()
+
+
+class FakeEvent:
+    clock = itertools.count(1)
+
+    def __init__(self, enable_timing=False):
+        self.at = 0
+
+    def record(self, stream=None):
+        self.at = next(self.clock)
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other):
+        return float(other.at - self.at)
+
+
+class FakeStream:
+    def __init__(self, device=None):
+        self.waited = []
+
+    def wait_event(self, event):
+        self.waited.append(event)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """What slabs take from torch.cuda; returns the calls that a GPU would have had."""
+    calls = []
+    compute = FakeStream()
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: compute)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: calls.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda clocks: calls.append(clocks))
+    monkeypatch.setattr(policies, "bus_rate", lambda device: 2e9)
+
+    def copy(address, source, size, stream):
+        calls.append("copy")
+        ctypes.memmove(address, source, size)
+
+    monkeypatch.setattr(slab, "copy_bytes", copy)
+    return calls
+
+
+def test_after_each_copy_a_slower_bus_takes_the_rest_of_its_time(no_gpu):
+    kind = type("Slab", (RecordedSlab, SlowDeviceSlab), {"rate": 1e9})
+    made = kind(2, 4000, torch.device("cpu"))
+    assert no_gpu == [policies.SLEEP] * 2  # a wait of one millisecond, by the fake clock
+    no_gpu.clear()
+    expert = np.random.default_rng(1).integers(0, 256, 4000, dtype=np.uint8)
+    made.fill_from(1, expert.ctypes.data)
+    assert (made.slots[1].numpy() == expert).all()
+    assert no_gpu == ["copy", round(2e-6 * policies.SLEEP * 1e3)]  # 4 us less 2 us
+    no_gpu.clear()
+    # faster than the bus: nothing to wait for
+    fast = type("Slab", (SlowDeviceSlab,), {"rate": 4e9})(2, 4000, torch.device("cpu"))
+    no_gpu.clear()
+    fast.fill_from(0, expert.ctypes.data)
+    assert no_gpu == ["copy"]
+
+
+def test_legacy_copies_have_the_device_to_themselves(no_gpu):
+    made = type("Slab", (RecordedSlab, PageableSlab), {})(2, 4000, torch.device("cpu"))
+    expert = np.random.default_rng(1).integers(0, 256, 4000, dtype=np.uint8)
+    made.fill_from(0, expert.ctypes.data)
+    assert no_gpu == ["synchronize", "copy", "synchronize"]
+    assert (made.slots[0].numpy() == expert).all()
+
+
+def test_copies_and_waits_are_noted_on_their_streams(no_gpu):
+    made = type("Slab", (RecordedSlab, slab.DeviceSlab), {})(2, 4000, torch.device("cpu"))
+    guess = [False]
+    made.log = log = Log(torch.device("cuda"), lambda: guess[0])
+    expert = np.zeros(4000, dtype=np.uint8)
+    made.fill_from(0, expert.ctypes.data)
+    guess[0] = True
+    made.fill(1, lambda out, offset: None)
+    made.wait_filled([0, 1])
+    made.log = None
+    made.fill_from(0, expert.ctypes.data)
+    spans = log.spans()
+    assert [span.kind for span in spans] == ["demand", "ahead", "wait"]
+    assert all(0 < span.begin < span.end for span in spans)

@@ -15,6 +15,7 @@ from spmoe_lite.hostmap import HostMap
 from spmoe_lite.pack import Pack
 from spmoe_lite.sampling import Sampler
 from spmoe_lite.synthetic import ForcedAcceptance, Pair
+from tests.eager_graphs import capture, without_gpu
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +149,23 @@ def test_forced_acceptance_depends_on_the_place_alone():
         assert forced(0.7, 8, place).num_accepted == run
     with pytest.raises(UsageError, match=r"^--acceptance 1.5: 0 to 1$"):
         ForcedAcceptance(1.5)
+
+
+@pytest.mark.parametrize("slots", [16, 32])
+def test_captured_steps_keep_what_is_forced_as_those_of_the_host_do(packs, monkeypatch, slots):
+    answers = []
+    for captured in (False, True):
+        with monkeypatch.context() as patch:
+            how = {"device": "cpu", "slots": slots, "draft_tokens": 3, "prefetch": False}
+            with Engine.load(*packs, **how) as engine:
+                if captured:
+                    without_gpu(patch)
+                    capture(engine)
+                engine.decoder.verify = ForcedAcceptance(0.6)
+                result = engine.generate("The quick brown fox", max_tokens=40).result
+        counted = result.stats.counters
+        answers.append((result.token_ids, counted.steps, counted.drafted, counted.accepted))
+    assert answers[0] == answers[1] and 0 < answers[0][3] < answers[0][2]
 
 
 def test_packs_are_written_where_they_are_asked_for(tmp_path):
