@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.kernel_data import DEVICE, layout
-from spmoe_lite import timing
-from spmoe_lite.config import ModelConfig, Rope, matrix_bytes
+from spmoe_lite import synthetic, timing
+from spmoe_lite.config import matrix_bytes
 from spmoe_lite.cutoff import Profile, cutoff_layer, expected_copies
 from spmoe_lite.graphs import StepGraphs
 from spmoe_lite.kernels.residency import Tables
@@ -33,24 +33,6 @@ from spmoe_lite.slots import SlotTable
 HIDDEN, INNER, VOCAB, EXPERTS, CHOICES = 4096, 14336, 32000, 8, 2
 CODES, HEAD = "int4-g64z", "int8-g64"
 CONTEXT, CAPACITY = 1024, 4096
-
-
-def config(layers: int, moe: bool) -> ModelConfig:
-    return ModelConfig(
-        family="mixtral" if moe else "mistral",
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-5,
-        max_position_embeddings=32768,
-        rope=Rope(theta=1e6),
-        num_local_experts=EXPERTS if moe else 0,
-        num_experts_per_tok=CHOICES if moe else 0,
-    )
 
 
 def weight(dtype: str, rows: int, columns: int):
@@ -81,7 +63,7 @@ class Pair:
 
     def __init__(self, layers: int, distinct: int):
         self.layers, self.layout = layers, layout(CODES, HIDDEN, INNER)
-        common = shared_tensors(layers)
+        shapes, common = synthetic.Pair.of("mixtral-8x7b", layers=layers), shared_tensors(layers)
         target, draft = dict(common), dict(common)
         for i in range(layers):
             router = torch.randn(EXPERTS, HIDDEN, device=DEVICE) * 0.02
@@ -94,8 +76,8 @@ class Pair:
                 one = weight(CODES, *shape)
                 small(one.scales)
                 draft[f"layers.{i}.{name}_proj.weight"] = one
-        self.target = Transformer(config(layers, True), target, CAPACITY, NoSource(), self.layout)
-        self.draft = Transformer(config(layers, False), draft, CAPACITY)
+        self.target = Transformer(shapes.target, target, CAPACITY, NoSource(), self.layout)
+        self.draft = Transformer(shapes.draft, draft, CAPACITY)
         self.blobs = []
         for _ in range(distinct):
             blob = timing.random_experts(self.layout, 1, DEVICE)[0]
