@@ -231,11 +231,6 @@ class RamTier:
     def num_places(self) -> int:
         return len(self._rows)
 
-    def has(self, key: ExpertKey) -> bool:
-        """Whether a copy to a slot would start in RAM."""
-        with self._lock:
-            return self._places.is_filled(key)
-
     def fill(
         self,
         key: ExpertKey,
