@@ -440,7 +440,7 @@ def _to_draw(todo: Sequence[Setting]) -> set[Setting]:
     found: dict[str, Setting] = {}
     for one in todo:
         best = found.setdefault(one.policy, one)
-        if one.slots == best.slots and str(one.draft_tokens) > str(best.draft_tokens):
+        if one.slots == best.slots and _most(one) > _most(best):
             found[one.policy] = one
     return {one for one in found.values() if one.policy != ALL}
 
