@@ -445,6 +445,10 @@ def _to_draw(todo: Sequence[Setting]) -> set[Setting]:
     return {one for one in found.values() if one.policy != ALL}
 
 
+def _most(asked: Setting) -> int:
+    return DEFAULT_DRAFT_TOKENS if asked.draft_tokens == "auto" else int(asked.draft_tokens)
+
+
 def _draw(result: Bench, engine: Engine, asked: Setting, prompt: str, how: dict[str, Any]) -> None:
     """Record an answer more."""
     timeline = record(
