@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from spmoe_lite.timeline import Timeline
 
 WIDTH, MARGIN, LABELS = 960, 24, 210
+LEAST = 0.05  # of a span that is drawn: a wait for nothing has a length, too
 COLOURS = {
     "ours": "#0072b2",
     "on-demand": "#e69f00",
@@ -127,7 +128,9 @@ def _bars(page: Page, rows: Sequence[Row]) -> None:
     rows = [r for r in rows if r.setting.policy == "all-resident" or (r.asked or 0) == shown]
     page.y += 30
     page.line("Time of a token (TPOT), by policy", "title")
-    page.line("median of all answers; whiskers: least and most. Shorter is better.", "dim")
+    mixed = len({row.steps for row in rows}) > 1
+    how = " Steps are captured, but where it says host." if mixed else ""
+    page.line(f"median of all answers; whiskers: least and most. Shorter is better.{how}", "dim")
     page.y += 14
     longest = max(row.tpot_ms[0] for row in rows if row.tpot_ms)
     whisker = max(row.tpot_ms[2] for row in rows if row.tpot_ms)
@@ -149,7 +152,8 @@ def _bars(page: Page, rows: Sequence[Row]) -> None:
         page.box(scale(0), y + 3, scale(median) - scale(0), 16, colour, str(one))
         end = scale(min(most, scale.most))
         page.rule(scale(least), y + 11, end, y + 11, "whisker")
-        page.text(max(end, scale(median)) + 6, y + 15, f"{median:.1f}")
+        by_host = " host" if mixed and row.steps != "captured" else ""
+        page.text(max(end, scale(median)) + 6, y + 15, f"{median:.1f}{by_host}")
         page.y += 24
     page.y = bottom + 40
 
@@ -225,7 +229,8 @@ def _timelines(page: Page, timelines: Sequence[Timeline], device: str) -> None:
                 for span in (span for span in one.spans if span.kind == kind):
                     tip = f"{SPANS[kind][1]}, {span.end - span.begin:.2f} ms"
                     width = scale(span.end) - scale(span.begin)
-                    page.box(scale(span.begin), y, width, 18, SPANS[kind][0], tip)
+                    if width >= LEAST:
+                        page.box(scale(span.begin), y, width, 18, SPANS[kind][0], tip)
         page.y += 66
     page.y += 40
 

@@ -1,5 +1,6 @@
 """The picture: well-formed, self-contained, and what is measured is in it."""
 
+import dataclasses
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -35,6 +36,14 @@ def test_bars_name_their_rows_and_are_as_long_as_their_times():
     assert widths[1] == pytest.approx(2 * widths[0], abs=0.2)
 
 
+def test_where_some_steps_are_captured_the_others_say_so():
+    fast = dataclasses.replace(row("ours", 20), steps="captured")
+    found = texts(
+        picture([fast, dataclasses.replace(row("sp-moe", 40), steps="driven by the host")])
+    )
+    assert "20.0" in found and "40.0 host" in found and "where it says host" in found[3]
+
+
 def test_several_numbers_of_slots_make_lines():
     rows = [
         row(p, ms, slots=n, asked=n) for p, ms in (("ours", 9), ("static", 20)) for n in (4, 8, 12)
@@ -53,12 +62,14 @@ def test_several_numbers_of_slots_make_lines():
 
 def test_a_step_has_two_lanes_on_one_axis():
     spans = (Span("draft", 0, 2), Span("target", 2, 10), Span("wait", 3, 5), Span("demand", 3, 5))
+    spans += (Span("wait", 7, 7.0001),)  # for nothing
     lines = [Timeline("ours", spans), Timeline("other", (*spans, Span("ahead", 9, 20)))]
     root = picture([row("ours", 20)], lines, device="cuda:0")
     found = texts(root)
     assert "ours: 10.0 ms" in found and "other: 20.0 ms" in found
     assert found.count("bus") == found.count("GPU") == 2
     tips = [e.text for e in root.iter(f"{SVG}title")]
+    assert not any(tip.startswith("waiting for experts, 0.00") for tip in tips)
     assert "draft, 2.00 ms" in tips and "copy ahead, 11.00 ms" in tips
     assert all(float(e.get("x", 0)) >= 0 for e in root.iter(f"{SVG}rect"))
 
