@@ -238,7 +238,8 @@ def test_kind_l_o36_close_gives_the_device_back(packs):
 def test_steps_enqueued_ahead_change_no_token_and_no_recency(packs, slots, drafts, monkeypatch):
     """Plain and drafted steps, with the host in front of the GPU and behind it; an end inside a block."""
     whole = write(packs, draft=False, length=150, pin="none").token_ids
-    end, found = max(i for i, token in enumerate(whole) if token not in whole[:i]), []
+    ends = [i for i, token in enumerate(whole[:120]) if token not in whole[:i]]
+    end, found = max(ends), []  # where one more step would have room
     for limit, slow in ((0.0, "nothing"), (1e9, "nothing"), (1e9, "passes")):
         monkeypatch.setattr(decoder, "AHEAD_MS", limit)
         with monkeypatch.context() as patch:
