@@ -42,7 +42,7 @@ from spmoe_lite.verifier import Verdict, verify
 
 log = logging.getLogger("spmoe_lite")
 
-PREFILL_CHUNK = 512  # rows of one prefill pass
+PREFILL_CHUNK = 2048  # rows of one prefill pass, in which every expert crosses the bus once
 AHEAD_MS = 20.0  # in longer steps the host's part is lost, and one too many would be felt
 
 

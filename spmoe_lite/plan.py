@@ -249,7 +249,7 @@ class _Asked:
 
     @property
     def workspace_bytes(self) -> int:
-        work = max(_workspace(model, self.rows) for model in self.models)
+        work = max(_workspace(model, self.rows, self.device) for model in self.models)
         if self.device == "cpu":
             work += max(_dequantised(model, self.context, self.kv_type) for model in self.models)
         return work
@@ -329,11 +329,15 @@ def _kv(size: ModelSize, context: int, kv_type: str) -> int:
     return 2 * c.num_hidden_layers * c.num_key_value_heads * row * context
 
 
-def _workspace(size: ModelSize, rows: int) -> int:
+def _workspace(size: ModelSize, rows: int, device: str) -> int:
     """Activations of a pass of `rows` tokens and its logits, roughly and from above."""
-    c = size.config
-    widest = max(1, c.num_experts_per_tok) * (c.intermediate_size * 3 + c.hidden_size * 2)
-    return 4 * rows * (widest + 8 * c.hidden_size) + 4 * 16 * c.vocab_size
+    c, choices = size.config, max(1, size.config.num_experts_per_tok)
+    if device == "cpu":
+        row = 4 * (choices * (c.intermediate_size * 3 + c.hidden_size * 2) + 8 * c.hidden_size)
+    else:  # gate and up are joined where they are computed; all in the model's own floats
+        row = choices * (c.intermediate_size + c.hidden_size) + 12 * c.hidden_size
+        row *= DTYPE_BYTES[size.dtypes.dense]
+    return rows * row + 4 * 16 * c.vocab_size
 
 
 def _dequantised(size: ModelSize, context: int, kv_type: str) -> int:
