@@ -83,15 +83,17 @@ COPY_PATHS = ("auto", "host", "legacy")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is measured; slots None are as many as the plan gives."""
+    """What is measured; slots None are as many as the plan gives of `vram`."""
 
     policy: str
     slots: int | None
     draft_tokens: int | str
+    vram: str = "auto"
 
     def __str__(self) -> str:
         drafts = f"{self.draft_tokens or 'no'} draft{'' if self.draft_tokens == 1 else 's'}"
-        return f"{self.policy}, {self.slots or 'planned'} slots, {drafts}"
+        planned = "planned" if self.vram == "auto" else f"{self.vram} of"
+        return f"{self.policy}, {self.slots or planned} slots, {drafts}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class Row:
     """One setting over its runs; the warm-up's are compared, and counted nowhere."""
 
     setting: Setting  # with the slots it got
-    asked: int | None  # slots: rows that were asked for the same are compared
+    asked: int | str | None  # slots or VRAM: rows that were asked for the same are compared
     tpot_ms: tuple[float, float, float] | None  # median, least, most of the runs
     stats: RunStats  # sums, and the median time to the first token
     error: str | None  # why it may not be compared
@@ -135,7 +137,8 @@ class Row:
         """Every figure under its name, for JSON."""
         c, seconds = self.stats.counters, self.stats.seconds
         names = ("tpot_ms", "tpot_ms_min", "tpot_ms_max")
-        found = asdict(self.setting) | dict(zip(names, self.tpot_ms or [None] * 3, strict=True))
+        found = asdict(self.setting) | {"vram": self.asked if isinstance(self.asked, str) else None}
+        found |= dict(zip(names, self.tpot_ms or [None] * 3, strict=True))
         found["mb_per_token"] = c.bytes_moved / 1e6 / c.tokens if c.tokens else None
         found["stall_share"] = c.stall_seconds / seconds if seconds else None
         found |= _figures(self.stats) | {"error": self.error, "steps": self.steps}
@@ -223,10 +226,11 @@ def _against(best: Row, rows: Sequence[Row]) -> str:
 
 def plan_rows(
     policies: Sequence[str],
-    slots: Sequence[int | None],
+    slots: Sequence[int],
     draft_tokens: Sequence[int | str],
     experts: int,
     has_draft: bool,
+    vram: Sequence[str] = ("auto",),
 ) -> list[Setting]:
     """The rows in the order they run. UsageError for names and numbers that cannot be."""
     for name in policies:
@@ -237,14 +241,20 @@ def plan_rows(
             raise UsageError(f"--draft-tokens {n}: 0 to {MAX_DRAFT_TOKENS}, or auto")
         if n and not has_draft:
             raise UsageError(f"--draft-tokens {n}: name the pack that drafts with --draft")
-    found = [Setting(BASE, (slots or [None])[0], 0)]
-    for number in slots or [None]:
-        if number is not None and not min(MIN_SLOTS, experts) <= number <= experts:
+    if slots and len(vram) > 1:
+        raise UsageError("--slots and several sizes of --vram: give one or the other")
+    for number in slots:
+        if not min(MIN_SLOTS, experts) <= number <= experts:
             raise UsageError(f"--slots {number}: {min(MIN_SLOTS, experts)} to {experts}")
+    amounts: list[tuple[int | None, str]] = [(number, vram[0]) for number in slots]
+    amounts = amounts or [(None, size) for size in vram]
+    drafts = draft_tokens or ([0, DEFAULT_DRAFT_TOKENS] if has_draft else [0])
+    found = [Setting(BASE, amounts[0][0], 0, amounts[0][1])]
+    for number, size in amounts:
         for policy in policies:
             asked = experts if policy == ALL else number
-            drafts = draft_tokens or ([0, DEFAULT_DRAFT_TOKENS] if has_draft else [0])
-            found += [Setting(policy, asked, n) for n in drafts if n or policy not in DRAFTED]
+            wanted = [n for n in drafts if n or policy not in DRAFTED]
+            found += [Setting(policy, asked, n, size) for n in wanted]
     return list(dict.fromkeys(found))
 
 
@@ -254,6 +264,7 @@ def bench(
     *,
     policies: Sequence[str] = USUAL,
     slots: Sequence[int] = (),
+    vram: str | Sequence[str] = "auto",
     draft_tokens: Sequence[int | str] = (),
     prompts: Sequence[str] = PROMPTS,
     max_tokens: int = 64,
@@ -282,7 +293,8 @@ def bench(
         raise UsageError(f"--copy-path {copy_path}: one of {', '.join(COPY_PATHS)}")
     if link is not None and not (link > 0 and copy_path != "legacy"):
         raise UsageError(f"--link {link:g}: above 0, and not with --copy-path legacy")
-    todo = plan_rows(policies, slots, draft_tokens, experts, draft is not None)
+    sizes = [vram] if isinstance(vram, str) else vram
+    todo = plan_rows(policies, slots, draft_tokens, experts, draft is not None, sizes)
     path = "host" if link is not None else copy_path
     result = Bench([], {}, experts, copy_path=path, link=link, acceptance=acceptance)
     for name in DRAFTED:
@@ -349,7 +361,8 @@ def bench(
         setting, first = _got(asked, known["slots"], experts), first or runs
         seen.add(setting)
         said = {"steps": known["steps"], "notices": tuple(known["notices"])}
-        row = make_row(setting, runs, None if forced else first, asked=asked.slots, **said)
+        amount = asked.slots or (None if asked.vram == "auto" else asked.vram)
+        row = make_row(setting, runs, None if forced else first, asked=amount, **said)
         result.rows = sort_rows([*result.rows, row])
         if on_row is not None:
             on_row(row)
@@ -391,6 +404,7 @@ def _load(
         target,
         draft,
         slots=asked.slots,
+        vram=asked.vram,
         draft_tokens=asked.draft_tokens,
         prefetch=asked.policy in DRAFTED,
         policy="global-lru" if asked.policy in ONE_POOL else "layer-lru",
@@ -436,11 +450,11 @@ def prepare(engine: Any, asked: Setting, forced: ForcedAcceptance | None) -> Non
 
 
 def _to_draw(todo: Sequence[Setting]) -> set[Setting]:
-    """Of each policy one setting: the first slots, most drafts."""
+    """Of each policy one setting: the first slots or VRAM, most drafts."""
     found: dict[str, Setting] = {}
     for one in todo:
         best = found.setdefault(one.policy, one)
-        if one.slots == best.slots and _most(one) > _most(best):
+        if (one.slots, one.vram) == (best.slots, best.vram) and _most(one) > _most(best):
             found[one.policy] = one
     return {one for one in found.values() if one.policy != ALL}
 
@@ -463,7 +477,8 @@ class _Known(Exception):
 
 
 def _got(asked: Setting, slots: int, experts: int) -> Setting:
-    return replace(asked, slots=slots, policy=ALL if slots == experts else asked.policy)
+    policy = ALL if slots == experts else asked.policy
+    return replace(asked, slots=slots, policy=policy, vram="auto")
 
 
 def measure(

@@ -123,9 +123,10 @@ class Scale:
 
 def _bars(page: Page, rows: Sequence[Row]) -> None:
     """Where several numbers of slots were asked for, those of one in the middle."""
-    asked = sorted({row.asked or 0 for row in rows if row.setting.policy != "all-resident"})
-    shown = asked[len(asked) // 2] if asked else 0
-    rows = [r for r in rows if r.setting.policy == "all-resident" or (r.asked or 0) == shown]
+    slots = {r.asked: r.setting.slots or 0 for r in rows if r.setting.policy != "all-resident"}
+    asked = sorted(slots, key=lambda one: slots[one])
+    shown = asked[len(asked) // 2] if asked else None
+    rows = [r for r in rows if r.setting.policy == "all-resident" or r.asked == shown]
     page.y += 30
     page.line("Time of a token (TPOT), by policy", "title")
     mixed = len({row.steps for row in rows}) > 1

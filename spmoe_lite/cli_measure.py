@@ -302,6 +302,7 @@ def bench_packs(
     With --synthetic NAME no pack is needed: random weights at the shapes of NAME are written, measured and
     deleted. Near uniform routing makes them the hard case for any cache.
 
+    --slots and --draft-tokens take several numbers, and --vram several sizes: a row for each.
     TPOT is the time of a token after the first text, drafting included: median, least and most of all
     answers. Hits are by unique expert and by access, as in `replay`. STALL is the share of that time in
     which the target waited for experts.
@@ -317,6 +318,7 @@ def bench_packs(
     if "all" in policies:
         policies = POLICIES
     show_log()
+    given["vram"] = [one.strip() for one in given["vram"].split(",")]
     pair = None
     if synthetic is None:
         only = {"--experts": experts, "--layers": layers, "--folder": folder}
@@ -332,9 +334,8 @@ def bench_packs(
             raise UsageError(f"--synthetic {synthetic} brings its own packs: leave out {named}")
         pair = Pair.of(synthetic, layers=layers, experts=experts or "int4")
         count = pair.target.num_hidden_layers * pair.target.num_local_experts
-        plan_rows(
-            policies, given["slots"], given["draft_tokens"], count, True
-        )  # before it is written
+        amounts = given["slots"], given["draft_tokens"]
+        plan_rows(policies, *amounts, count, True, given["vram"])  # before it is written
     if threads is not None:
         import torch
 

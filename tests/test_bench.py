@@ -106,6 +106,17 @@ def test_the_first_row_is_on_demand_without_drafting():
     assert b.Setting("ours", 8, 0) not in rows
     assert {one.draft_tokens for one in b.plan_rows(b.USUAL, [], [], 16, False)} == {0}
     assert b.plan_rows(b.USUAL, [], [], 16, False)[0].slots is None
+    sizes = b.plan_rows(["on-demand", "ours"], [], [4], 16, True, ["1GiB", "0.5"])
+    assert [(one.policy, one.draft_tokens, one.vram) for one in sizes] == [
+        ("on-demand", 0, "1GiB"),
+        ("on-demand", 4, "1GiB"),
+        ("ours", 4, "1GiB"),
+        ("on-demand", 4, "0.5"),
+        ("ours", 4, "0.5"),
+    ]
+    assert str(sizes[2]) == "ours, 1GiB of slots, 4 drafts"
+    with pytest.raises(UsageError, match="^--slots and several sizes of --vram"):
+        b.plan_rows(["ours"], [8], [4], 16, True, ["1GiB", "2GiB"])
 
 
 @pytest.mark.parametrize(
@@ -472,6 +483,18 @@ def test_a_slower_bus_is_slower_and_driven_by_the_host(packs):
     ):
         with pytest.raises(UsageError, match=f"^{said}"):
             b.bench(path, **given, **wrong)
+
+
+def test_each_size_of_vram_is_a_row_with_the_slots_it_holds(packs):
+    sizes, given = [], {"device": "cpu", "ctx_size": 64}
+    for slots in (3, 5):
+        with b.Engine.load(packs[0], slots=slots, **given) as engine:
+            sizes.append(str(engine.plan.total_bytes))
+    given |= {"policies": ["on-demand"], "prompts": ["it was"], "max_tokens": 4, "repeats": 2}
+    found = b.bench(Path(packs[0]), vram=sizes, **given)
+    rows = {row.asked: row.setting.slots for row in found.rows}
+    assert rows == dict(zip(sizes, (3, 5), strict=True))
+    assert {row.to_dict()["vram"] for row in found.rows} == set(sizes)
 
 
 def test_a_pack_without_experts_is_refused(packs):
