@@ -250,9 +250,9 @@ def plan_rows(
     amounts = amounts or [(None, size) for size in vram]
     drafts = draft_tokens or ([0, DEFAULT_DRAFT_TOKENS] if has_draft else [0])
     found = [Setting(BASE, amounts[0][0], 0, amounts[0][1])]
-    for number, size in amounts:
+    for amount, size in amounts:
         for policy in policies:
-            asked = experts if policy == ALL else number
+            asked = experts if policy == ALL else amount
             wanted = [n for n in drafts if n or policy not in DRAFTED]
             found += [Setting(policy, asked, n, size) for n in wanted]
     return list(dict.fromkeys(found))
