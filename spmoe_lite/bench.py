@@ -64,7 +64,7 @@ from spmoe_lite.prompts import PROMPTS
 from spmoe_lite.slab import DeviceSlab, HostSlab, make_slab
 from spmoe_lite.stats import Counters, RunStats
 from spmoe_lite.synthetic import ForcedAcceptance
-from spmoe_lite.timeline import RecordedSlab, Timeline, record
+from spmoe_lite.timeline import RecordedSlab, Timeline, record, record_captured
 
 BASE, GLOBAL, OURS, ALL = "on-demand", "global-lru", "ours", "all-resident"
 SP_MOE = "sp-moe"
@@ -338,9 +338,10 @@ def bench(
                 runs = measure(engine, prompts, repeats, report, **how)
                 known, result.device = engine.stats(), str(engine.device)
                 host_driven = isinstance(engine.decoder.store, HostDriven)
-                if asked in drawn and host_driven:
+                captured = known["steps"] == "captured"
+                if asked in drawn and (host_driven or captured):
                     _draw(result, engine, asked, prompts[0], how)
-            if asked in drawn and not host_driven:
+            if asked in drawn and not (host_driven or captured):
                 with load("host", look=None) as engine:
                     prepare(engine, asked, forced)
                     measure(engine, prompts[:1], 1, lambda done: check(cancel), **how)
@@ -465,9 +466,12 @@ def _most(asked: Setting) -> int:
 
 def _draw(result: Bench, engine: Engine, asked: Setting, prompt: str, how: dict[str, Any]) -> None:
     """Record an answer more."""
-    timeline = record(
-        engine, str(asked), lambda: measure(engine, [prompt], 1, lambda done: None, **how)
-    )
+
+    def answer() -> None:
+        measure(engine, [prompt], 1, lambda done: None, **how)
+
+    by = record_captured if engine.decoder.graphs is not None else record
+    timeline = by(engine, str(asked), answer)
     if timeline is not None:
         result.timelines.append(timeline)
 

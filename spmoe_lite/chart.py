@@ -199,7 +199,8 @@ def _timelines(page: Page, timelines: Sequence[Timeline], device: str) -> None:
     page.y += 20
     page.line("One step of each policy", "title")
     page.line(
-        "recorded after the measured rounds, its passes driven by the host; the axis is the same for all",
+        "recorded after the measured rounds; of captured steps the passes are measured and the copies "
+        "reckoned; the axis is the same for all",
         "dim",
     )
     page.y += 12

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 from spmoe_lite.cutoff import Profile
-from spmoe_lite.device import bus_rate, current
+from spmoe_lite.device import bus_rate, current, synchronize
 from spmoe_lite.hostmap import HostMap
 from spmoe_lite.model import Transformer
 from spmoe_lite.pack import Pack
@@ -222,6 +222,7 @@ class StaticSplit(HostDriven):
                 placed = self.table.place(key)
                 assert placed is not None and placed[1] is None
                 self._fill(key, placed[0])
+        synchronize(self._device)
 
     def _take_slot(
         self, key: ExpertKey, done: list[ExpertKey]

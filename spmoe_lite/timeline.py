@@ -4,21 +4,23 @@
     wait             the device waits for experts (without a GPU: the thread that decodes copies them)
     demand, ahead    copies of experts that a layer asked for, and of those that were predicted
 
-A moment is an event on the stream that has it to do, or without a GPU the host's clock. Steps are recorded
-where the host drives them: inside captured ones nothing can be told apart. Marks cost time, so recorded
-steps are counted nowhere.
+A moment is an event on the stream that has it to do, or without a GPU the host's clock. Marks cost time, so
+recorded steps are counted nowhere. Inside captured steps, where kernels read missing experts by themselves,
+nothing can be marked: there the times of the passes are measured, and the copies reckoned from how many there
+were, each as long as the bus takes for it.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from spmoe_lite.graphs import Found
 from spmoe_lite.model import Transformer
 from spmoe_lite.policies import HostDriven
 
@@ -131,6 +133,49 @@ def record(engine: Any, label: str, answer: Callable[[], object]) -> Timeline | 
     finally:
         slab.log = None
     return Timeline(label, spans) if (spans := _last_step(log.spans())) else None
+
+
+def record_captured(engine: Any, label: str, answer: Callable[[], object]) -> Timeline | None:
+    """The same of an engine whose steps are captured: the last one with most drafts."""
+    graphs, steps = engine.decoder.graphs, list[Found]()
+    step = graphs.step
+
+    def noted(*args: Any) -> Found:
+        steps.append(step(*args))
+        return steps[-1]
+
+    graphs.step = noted
+    try:
+        answer()
+    finally:
+        graphs.step = step
+    most = max((len(found.proposal) for found in steps), default=0)
+    last = [found for found in steps if len(found.proposal) == most and found.missed is not None]
+    copy_ms = engine.plan.slot_bytes / engine.plan.read_rate * 1e3
+    return Timeline(f"{label}, captured", tuple(_reckoned(last[-1], copy_ms))) if last else None
+
+
+def _reckoned(found: Found, copy_ms: float) -> Iterator[Span]:
+    """Passes as measured; each layer waits for what it misses, copies ahead begin after the first draft."""
+    assert found.missed is not None and found.fetched is not None
+    drafts, misses = len(found.proposal), found.missed.sum(axis=1).tolist()
+    draft_ms, verify_ms = found.draft_ms, found.verify_ms
+    for i in range(drafts):
+        yield Span("draft", i * draft_ms / drafts, (i + 1) * draft_ms / drafts)
+    yield Span("target", draft_ms, draft_ms + verify_ms)
+    if sum(misses) * copy_ms > verify_ms:
+        copy_ms = verify_ms / sum(misses)
+    layer_ms = (verify_ms - sum(misses) * copy_ms) / len(misses)
+    at = draft_ms
+    for missed in misses:
+        if missed:
+            yield Span("wait", at, at + missed * copy_ms)
+            yield Span("demand", at, at + missed * copy_ms)
+        at += missed * copy_ms + layer_ms
+    at = draft_ms / max(1, drafts)
+    for _ in found.fetched:
+        yield Span("ahead", at, at + copy_ms)
+        at += copy_ms
 
 
 def _note_passes(model: Transformer, kind: str, log: Log) -> None:
