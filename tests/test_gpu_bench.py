@@ -21,17 +21,20 @@ def packs(tmp_path_factory):
 
 @pytest.mark.parametrize("path", b.COPY_PATHS)
 def test_every_policy_writes_the_same_text_on_every_copy_path(packs, path):
-    found = b.bench(*packs, policies=b.POLICIES, copy_path=path, timelines=path == "host", **GIVEN)
+    found = b.bench(
+        *packs, policies=b.POLICIES, copy_path=path, timelines=path != "legacy", **GIVEN
+    )
     assert [row.error for row in found.rows] == [None] * len(found.rows) and not found.left_out
     captured = {row.setting.policy for row in found.rows if row.steps == "captured"}
     assert captured == ({"on-demand", "ours", "all-resident"} if path == "auto" else set())
     ahead = {row.setting.policy: row.stats.counters.prefetches for row in found.rows}
     assert all(ahead[name] for name in ("next-layer", "trace-match", "sp-moe", "ours"))
-    if path == "host":
-        assert len(found.timelines) == len(b.POLICIES) - 1
-        for line in found.timelines:
-            assert all(0 <= span.begin <= span.end for span in line.spans), line.label
-            assert {"draft", "target", "demand", "wait"} <= {span.kind for span in line.spans}
+    assert len(found.timelines) == (0 if path == "legacy" else len(b.POLICIES) - 1)
+    for line in found.timelines:
+        assert all(0 <= span.begin <= span.end for span in line.spans), line.label
+        assert {"draft", "target"} <= {span.kind for span in line.spans}
+        policy = line.label.partition(",")[0]
+        assert line.label.endswith("captured") == (policy in captured)
 
 
 def test_forced_acceptance_is_the_same_captured_or_not(packs):
