@@ -36,6 +36,7 @@ import numpy as np
 import torch
 
 from spmoe_lite.cudart import Cuda, Refused
+from spmoe_lite.device import available_bytes
 from spmoe_lite.progress import OnProgress, Progress, check, size
 from spmoe_lite.slots import ExpertKey
 from spmoe_lite.stats import Counters
@@ -592,6 +593,9 @@ def _open_direct(file: int) -> int | None:
 
 def _memory(count: int) -> np.ndarray:
     """uint8 [count], zero, from a page on; in huge pages where the system has them to give."""
+    available = available_bytes(torch.device("cpu"))
+    if available < 2 * count:  # locking the last of it would end some process
+        raise Refused(f"{size(available)} of RAM are available")
     try:
         if os.name != "posix":
             return np.frombuffer(mmap.mmap(-1, count), dtype=np.uint8)

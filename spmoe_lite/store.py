@@ -238,38 +238,38 @@ class ExpertStore:
         """
         loaded: list[int] = []
         started = time.perf_counter()
-        while missing and not (self._prefill and loaded):
-            check(self.cancel)
-            key = (layer, missing[0])
-            if self.tier is not None:
-                self.tier.read_ahead([(layer, expert) for expert in missing])
-            with self._lock:
-                placed = self._take_slot(key, done)
-                while placed is None and must and not loaded:
-                    assert self.table.filling_in_pool(layer), "no slot, and nobody to wait for"
-                    self._changed.wait()
-                    check(self.cancel)
-                    placed = self._take_slot(key, done)
-                if placed is None:
-                    break
-            try:
-                self._demanding = True
-                self._fill(key, *placed)
-            finally:
-                self._demanding = False
+        try:
+            while missing and not (self._prefill and loaded):
+                check(self.cancel)
+                key = (layer, missing[0])
+                if self.tier is not None:
+                    self.tier.read_ahead([(layer, expert) for expert in missing])
                 with self._lock:
-                    self._changed.notify_all()
+                    placed = self._take_slot(key, done)
+                    while placed is None and must and not loaded:
+                        assert self.table.filling_in_pool(layer), "no slot, and nobody to wait for"
+                        self._changed.wait()
+                        check(self.cancel)
+                        placed = self._take_slot(key, done)
+                    if placed is None:
+                        break
+                    self._demanding = True  # and loaded something, so that it waits for nobody
+                self._fill(key, *placed)
+                with self._lock:
+                    self.table.hold(key)
+                    self.counters.loads += 1
+                loaded.append(missing.pop(0))
+        finally:
             with self._lock:
-                self.table.hold(key)
-                self.counters.loads += 1
-            loaded.append(missing.pop(0))
+                self._demanding = False
+                self._changed.notify_all()
         self.counters.stall_seconds += time.perf_counter() - started
         return loaded
 
     def _take_slot(
         self, key: ExpertKey, done: list[ExpertKey]
     ) -> tuple[int, ExpertKey | None] | None:
-        """A slot, and who left it, for a demanded expert: rather lose what a later layer was guessed to need than stall."""
+        """A slot, and who left it: rather lose what a later layer was guessed to need than stall."""
         first = done if self._prefill else ()
         later = {k for k in self._expected if k[0] != key[0]} if self.table.shared else ()
         placed = self.table.place(key, protected=later, first=first) or self.table.place(key)
@@ -339,8 +339,7 @@ class ExpertStore:
     def _step_aside(self, key: ExpertKey) -> None:
         """Between two pieces of a prefetch: wait while a demand is copied; `Late` if it is of no use."""
         with self._lock:
-            if self._demanding:
-                self._changed.wait(STEP_ASIDE_SECONDS)
+            self._changed.wait_for(lambda: not self._demanding, STEP_ASIDE_SECONDS)
             if key[0] <= self._layer and key not in self._awaited:
                 raise Late
 
