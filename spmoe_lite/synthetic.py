@@ -46,7 +46,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from spmoe_lite import manifest as m
 from spmoe_lite.config import ModelConfig, Rope, Scheme, scheme_of
-from spmoe_lite.errors import CapacityError, UsageError
+from spmoe_lite.errors import BusyError, CapacityError, UsageError
 from spmoe_lite.manifest import Dtypes, dense_shapes, expert_layout
 from spmoe_lite.pack import TORCH_DTYPES, PackWriter, Weight, view_weight
 from spmoe_lite.progress import OnProgress, Progress, check
@@ -175,13 +175,19 @@ def temporary_pair(
     cancel: threading.Event | None = None,
     on_progress: OnProgress | None = None,
 ) -> Iterator[tuple[Path, Path]]:
-    """Packs of target and draft in a folder of their own within `folder`, deleted at the end."""
+    """Packs of target and draft in a folder of their own within `folder`, deleted at the end.
+
+    One that a killed run left there goes first: nobody holds its lock.
+    """
     with m.naming(folder, "write"):
         folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob("synthetic-*"):
+            with contextlib.suppress(BusyError), m.locked(left):
+                shutil.rmtree(left, ignore_errors=True)
         there = tempfile.TemporaryDirectory(
             prefix="synthetic-", dir=folder, ignore_cleanup_errors=True
         )
-    with there as work:
+    with there as work, m.locked(Path(work)):
         yield write_pair(pair, Path(work), cancel=cancel, on_progress=on_progress)
 
 

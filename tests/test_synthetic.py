@@ -127,8 +127,14 @@ def test_a_full_disk_and_a_cancel_leave_nothing(tmp_path, monkeypatch):
     ):
         pass
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "new/synthetic-killed/tiny.spmoe").mkdir(parents=True)
     with synthetic.temporary_pair(Pair.of("tiny"), tmp_path / "new") as (target, draft):
         assert target.parent == draft.parent and Pack.open(target).name == "tiny"
+        assert list((tmp_path / "new").iterdir()) == [
+            target.parent
+        ]  # what a killed run left is gone
+        with synthetic.temporary_pair(Pair.of("tiny"), tmp_path / "new"):
+            assert Pack.open(target).name == "tiny"  # what another run uses stays
     assert list((tmp_path / "new").iterdir()) == []
 
 
