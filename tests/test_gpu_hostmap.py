@@ -35,6 +35,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 GPU = torch.device("cuda", 0)
+SPEED_BYTES = 2 << 30
 KEYS = [(layer, expert) for layer in range(2) for expert in range(3)]
 
 
@@ -344,7 +345,7 @@ def test_kind_l_o36_a_tier_gives_everything_back(file_pack):
 @pytest.mark.parametrize("stride", [90 << 20, 44 << 16], ids=["94MB", "2.9MB"])
 def test_the_speed_of_the_tier(tmp_path, stride):
     """A file on the disk of the test's folder; nothing is asserted of it but the bytes."""
-    experts = (2 << 30) // stride
+    experts = SPEED_BYTES // stride
     pack = FilePack(tmp_path / "experts", experts, stride)
     os.fsync(pack._file)
     slab, counters, used = DeviceSlab(8, stride, GPU), Counters(), {}
@@ -357,10 +358,10 @@ def test_the_speed_of_the_tier(tmp_path, stride):
     def cold():
         os.posix_fadvise(pack._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def fill(keys, victims=False):
+    def fill(keys, swap=False, first=False):
         for turn, key in enumerate(keys):
             tier.read_ahead(keys[turn : turn + 64])
-            victim = keys[turn - 8] if victims and turn >= 8 else None
+            victim = keys[turn - 8] if swap and not (first and turn < 8) else None
             tier.fill(key, turn % 8, victim, lambda: None, urgent=True)
 
     def timed(name, work, count):
@@ -376,7 +377,14 @@ def test_the_speed_of_the_tier(tmp_path, stride):
     cold()
     timed("disk to slot by places, direct, read ahead", lambda: fill(half), len(half))
     timed("place to slot", lambda: fill(half), len(half))
-    timed("place to slot, and what was there back", lambda: fill(half, True), len(half))
+    every = (tier.num_places + 8 - tier._places._spare - 1) // 8 * 8  # in places and slots together
+    more = [(0, expert) for expert in range(every)]
+    fill(more, swap=True, first=True)
+    fill(more, swap=True)
+    seen = counters.copy()
+    timed("place to slot, and what was there back", lambda: fill(more, swap=True), every)
+    grown = counters.since(seen)
+    print(f"({grown.ram_returns} of {every} back, {grown.ram_misses} from disk)")
     cold()
 
     def ring():
@@ -386,7 +394,7 @@ def test_the_speed_of_the_tier(tmp_path, stride):
     timed("disk to slot by the ring and the page cache, cold", ring, len(rest))
     timed("page cache to slot by the ring", ring, len(rest))
     wanted = np.empty(stride, dtype=np.uint8)
-    for turn, key in list(enumerate(half))[-8:]:
+    for turn, key in enumerate(more):  # went both ways a few times
         pack.read_expert(0, key[1], wanted)
         tier.fill(key, turn % 8, None, lambda: None, urgent=True)
         slab.wait_filled([turn % 8])
