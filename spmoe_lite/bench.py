@@ -334,7 +334,7 @@ def bench(
 
         try:
             with load(path) as engine:
-                prepare(engine, asked, forced)
+                prepare(engine, asked, forced, link)
                 runs = measure(engine, prompts, repeats, report, **how)
                 known, result.device = engine.stats(), str(engine.device)
                 host_driven = isinstance(engine.decoder.store, HostDriven)
@@ -343,7 +343,7 @@ def bench(
                     _draw(result, engine, asked, prompts[0], how)
             if asked in drawn and not (host_driven or captured):
                 with load("host", look=None) as engine:
-                    prepare(engine, asked, forced)
+                    prepare(engine, asked, forced, link)
                     measure(engine, prompts[:1], 1, lambda done: check(cancel), **how)
                     _draw(result, engine, asked, prompts[0], how)
         except _Known:
@@ -431,9 +431,14 @@ def _critical(config: ModelConfig) -> int:
     return 1 if config.family == "mixtral" else config.num_experts_per_tok
 
 
-def prepare(engine: Any, asked: Setting, forced: ForcedAcceptance | None) -> None:
-    """What a policy needs to know of its engine, and whose verdict counts."""
+def prepare(
+    engine: Any, asked: Setting, forced: ForcedAcceptance | None, link: float | None = None
+) -> None:
+    """What a policy needs to know of its engine and the bus, and whose verdict counts."""
     decoder = engine.decoder
+    if link is not None:
+        copy_ms = engine.plan.slot_bytes / link / 1e6
+        decoder.drift.profile = replace(decoder.drift.profile, expert_copy_ms=copy_ms)
     if forced is not None:
         decoder.verify = forced
     if isinstance(decoder.store, HostDriven):

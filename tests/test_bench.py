@@ -473,6 +473,10 @@ def test_a_slower_bus_is_slower_and_driven_by_the_host(packs):
     counters = slow.rows[0].stats.counters
     assert slow.copy_path == "host" and counters.bytes_moved > 0
     assert counters.stall_seconds > 0.9 * counters.bytes_moved / 5e6
+    with b.Engine.load(path, packs[1], slots=4, device="cpu") as engine:
+        b.prepare(engine, b.Setting("ours", 4, 4), None, link=0.005)
+        copy_ms = engine.decoder.drift.profile.expert_copy_ms
+        assert copy_ms == pytest.approx(engine.plan.slot_bytes / 5e3)
     texts = [[run.token_ids for run in found.rows[0].runs] for found in (slow, legacy)]
     assert texts[0] == texts[1] and legacy.copy_path == "legacy"
     for wrong, said in (
