@@ -43,8 +43,9 @@ import torch
 
 from spmoe_lite import __version__, library
 from spmoe_lite.config import ModelConfig, SamplingParams
-from spmoe_lite.engine import DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS, Engine
+from spmoe_lite.engine import Engine
 from spmoe_lite.errors import Cancelled, CapacityError, UsageError
+from spmoe_lite.loading import DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS
 from spmoe_lite.manifest import read_manifest
 from spmoe_lite.plan import MIN_SLOTS, Plan
 from spmoe_lite.policies import (
@@ -391,7 +392,7 @@ def _load(
             make_slab = staticmethod(functools.partial(_make_slab, path == "legacy", link))
 
             def close(self) -> None:
-                decoder = self.__dict__.get("decoder")
+                decoder = self._parts.decoder
                 if decoder is not None and isinstance(decoder.store, HostDriven):
                     decoder.store.end()
                 super().close()

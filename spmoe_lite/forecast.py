@@ -23,7 +23,8 @@ from spmoe_lite.cutoff import Profile, load_profile
 from spmoe_lite.decoder import PREFILL_CHUNK
 from spmoe_lite.device import available_bytes, bus_rate, check_experts, choose_device
 from spmoe_lite.drafting import MARGIN
-from spmoe_lite.engine import (
+from spmoe_lite.errors import UsageError
+from spmoe_lite.loading import (
     CODES_RATE,
     DEFAULT_DRAFT_TOKENS,
     LAYERS_AHEAD,
@@ -32,7 +33,6 @@ from spmoe_lite.engine import (
     product_rates,
     profile_path,
 )
-from spmoe_lite.errors import UsageError
 from spmoe_lite.pack import Pack
 from spmoe_lite.plan import ModelSize, Plan, parse_size, plan_pair
 from spmoe_lite.predictor import ExpertPredictor

@@ -75,7 +75,8 @@ def capture(engine, critical: int = 2) -> StepGraphs:
         store.load_all(None, None)
         resident[decoder.target] = store.addresses()
     else:
-        store._host = engine._host_memory = HostMap(engine.target_pack, torch.device("cpu"))
+        store._host = HostMap(engine.target_pack, torch.device("cpu"))
+        engine._parts.host_memory = store._host
         host = store.host_addresses()
         share = max(len(store.table.places(layer)) for layer in range(len(host)))
         slots = torch.zeros((len(host), share), dtype=torch.int64)

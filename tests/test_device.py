@@ -8,6 +8,7 @@ import torch
 from spmoe_lite import device
 from spmoe_lite.engine import Engine
 from spmoe_lite.errors import CapacityError, SpmoeError, UnsupportedError, UsageError
+from spmoe_lite.loading import warm_up
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -138,7 +139,7 @@ def test_kind_k_o30_kernels_that_do_not_run_are_one_line_at_load(tmp_path, failu
         target, kv = engine.decoder.target, engine.decoder.session.target_kv
         before = engine.generate([1, 5, 6], max_tokens=6).result.token_ids
         seen = []
-        engine._warm_up([(target, kv)], None, None, seen.append)
+        warm_up(engine.device, [(target, kv)], None, None, seen.append)
         assert kv.length == 0
         assert [(p.done, p.total) for p in seen] == [(i, 5) for i in range(5)]
         assert engine.generate([1, 5, 6], max_tokens=6).result.token_ids == before
@@ -148,7 +149,7 @@ def test_kind_k_o30_kernels_that_do_not_run_are_one_line_at_load(tmp_path, failu
 
         target.forward = failing
         with pytest.raises(error, match=words) as info:
-            engine._warm_up([(target, kv)], None, None, None)
+            warm_up(engine.device, [(target, kv)], None, None, None)
         assert "\n" not in str(info.value)
 
 

@@ -11,9 +11,10 @@ from spmoe_lite import cli
 from spmoe_lite import forecast as forecasts
 from spmoe_lite.converters import convert
 from spmoe_lite.cutoff import Profile, expected_copies, save_profile
-from spmoe_lite.engine import Engine, profile_path
+from spmoe_lite.engine import Engine
 from spmoe_lite.errors import CapacityError, UnsupportedError, UsageError
 from spmoe_lite.forecast import forecast
+from spmoe_lite.loading import profile_path
 from spmoe_lite.pack import Pack
 from spmoe_lite.plan import ModelSize
 from spmoe_lite.speed import Costs, acceptance, mean_accepted, predict

@@ -8,8 +8,9 @@ import torch
 
 from spmoe_lite.converters import convert
 from spmoe_lite.cutoff import Profile, load_profile, save_profile
-from spmoe_lite.engine import Engine, profile_path
+from spmoe_lite.engine import Engine
 from spmoe_lite.errors import Cancelled, UsageError
+from spmoe_lite.loading import profile_path
 from spmoe_lite.profile import profile
 from tests import tiny
 from tests.eager_graphs import capture, without_gpu

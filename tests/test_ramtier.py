@@ -25,6 +25,7 @@ from spmoe_lite.converters import convert
 from spmoe_lite.cudart import Refused
 from spmoe_lite.engine import Engine
 from spmoe_lite.errors import Cancelled, DamagedError, SpmoeError
+from spmoe_lite.loading import Loader
 from spmoe_lite.pack import Pack
 from spmoe_lite.ramtier import Places, RamTier
 from spmoe_lite.slots import SlotTable
@@ -711,7 +712,7 @@ def packs(tmp_path_factory):
 def tiered(monkeypatch):
     """Engines on the CPU with a tier of as many experts as `pin` has bytes."""
     monkeypatch.setattr(ramtier, "LEAST_PART", 8192)
-    monkeypatch.setattr(Engine, "_pinned", lambda self, pin, pack: pin * pack.expert_layout.stride)
+    monkeypatch.setattr(Loader, "_pinned", lambda self, pin, pack: pin * pack.expert_layout.stride)
     return lambda *a, places, **kw: Engine.load(*a, device="cpu", pin=places, **kw)
 
 

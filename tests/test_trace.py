@@ -17,6 +17,7 @@ from spmoe_lite.errors import (
     UnsupportedError,
     UsageError,
 )
+from spmoe_lite.loading import Loader
 from spmoe_lite.replay import compare
 from spmoe_lite.trace import Header, Pass, Trace, TraceWriter, read_trace
 from tests import tiny
@@ -326,7 +327,7 @@ def test_what_cannot_be_recorded_is_refused_before_the_weights(packs, tmp_path, 
     def loaded(*args, **kwargs):
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(Engine, "_load_models", loaded)
+    monkeypatch.setattr(Loader, "load_models", loaded)
     record(tmp_path / "t")
     with pytest.raises(UsageError, match="exists"):
         Engine.load(packs["target"], device="cpu", trace=tmp_path / "t")

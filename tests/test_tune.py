@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmoe_lite import cli, engine, timing, tune
+from spmoe_lite import cli, loading, timing, tune
 from spmoe_lite.config import scheme_of
+from spmoe_lite.engine import Engine
 from spmoe_lite.errors import Cancelled, NotFoundError, UnsupportedError
 from spmoe_lite.kernels import configs
 from spmoe_lite.pack import Pack
@@ -309,11 +310,11 @@ def test_an_engine_on_a_gpu_reads_the_file_before_its_kernels_run(tmp_path, monk
         raise Read(place.type, home)
 
     monkeypatch.setattr(tune, "load", load)
-    monkeypatch.setattr(engine, "choose_device", torch.device)
+    monkeypatch.setattr(loading, "choose_device", torch.device)
     with pytest.raises(Read, match="cuda"):
-        engine.Engine.load("none", device="cuda", home=tmp_path)
+        Engine.load("none", device="cuda", home=tmp_path)
     with pytest.raises(NotFoundError):
-        engine.Engine.load("none", device="cpu", home=tmp_path)
+        Engine.load("none", device="cpu", home=tmp_path)
 
 
 def test_a_card_is_known_by_its_name_triton_and_every_kernel_source(tmp_path, monkeypatch):

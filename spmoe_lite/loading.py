@@ -1,0 +1,609 @@
+"""Loading: packs become models in memory, ready to answer. What it makes is an engine's `Parts`.
+
+In this order: the packs are opened; their texts read, and a draft of another vocabulary refused; the
+memory plan made, and refused if it cannot fit; dense weights loaded, slots and caches allocated. On a GPU
+every kernel then runs once, and the steps are captured. Experts come on demand, when answers ask for them.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from spmoe_lite import library, tune
+from spmoe_lite.chat_template import ChatTemplate
+from spmoe_lite.config import SamplingParams, matrix_bytes, scheme_of
+from spmoe_lite.cutoff import Drift, Profile, load_profile
+from spmoe_lite.decoder import PREFILL_CHUNK, Decoder
+from spmoe_lite.device import (
+    available_bytes,
+    bus_rate,
+    check_experts,
+    choose_device,
+    current,
+    fit_dense,
+    memory_rate,
+    synchronize,
+)
+from spmoe_lite.drafting import DraftLength
+from spmoe_lite.errors import (
+    CapacityError,
+    DamagedError,
+    SpmoeError,
+    UnsupportedError,
+    UsageError,
+)
+from spmoe_lite.graphs import StepGraphs
+from spmoe_lite.hostmap import HostMap, default_pin
+from spmoe_lite.kernels.attention import attention
+from spmoe_lite.kernels.expert_gemm import expert_down, expert_up
+from spmoe_lite.kernels.linear import linear
+from spmoe_lite.kernels.residency import Tables
+from spmoe_lite.kvcache import KVCache
+from spmoe_lite.manifest import Dtypes
+from spmoe_lite.model import Transformer
+from spmoe_lite.pack import Pack, view_weight
+from spmoe_lite.plan import KV_TYPES, ModelSize, Plan, parse_size, plan_pair
+from spmoe_lite.predictor import ExpertPredictor
+from spmoe_lite.prefetch import Prefetcher
+from spmoe_lite.progress import OnProgress, Progress, check
+from spmoe_lite.ramtier import RamTier
+from spmoe_lite.session import Session
+from spmoe_lite.slab import DeviceSlab, HostSlab
+from spmoe_lite.slots import POLICIES, SlotTable
+from spmoe_lite.speed import Costs
+from spmoe_lite.stats import Counters
+from spmoe_lite.store import ExpertStore
+from spmoe_lite.tokenizer import Tokenizer
+from spmoe_lite.trace import Header, TraceWriter
+
+DEFAULT_DRAFT_TOKENS = 4
+MAX_DRAFT_TOKENS = 31  # a verify pass of at most 32 rows
+CODES_RATE = 0.4  # of a GPU's memory rate, in products with quantised matrices (docs/log.md)
+LAYERS_AHEAD = 8  # at most, that captured drafts predict for: more never arrives in time
+WARM_UP = ((1, 0), (17, 0), (33, 0), (128, 0), (1, 128))  # rows of a pass, tokens before it
+LONG = (4096, 16384)  # tokens before a pass, from where on the context's parts are added otherwise
+
+
+class Parts:
+    """What an engine consists of: it fills while a pair is loaded; `close` gives back what there is."""
+
+    plan: Plan
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    default_sampling: SamplingParams
+    num_tokens: int  # in the vocabulary
+    eos_ids: frozenset[int]
+    profile_path: Path
+
+    def __init__(self, device: torch.device, target: Pack):
+        self.device = device
+        self.packs = [target]  # and the draft, where there is one
+        self.counters = Counters()
+        self.notices: list[str] = []  # what the user should know about this pair, one line each
+        self.decoder: Decoder | None = None
+        self.prefetcher: Prefetcher | None = None
+        self.trace: TraceWriter | None = None
+        self.host_memory: HostMap | RamTier | None = None
+
+    def close(self) -> None:
+        """Stop the worker, end the trace, free every byte. Idempotent, from one thread at a time."""
+        if self.prefetcher is not None:
+            self.prefetcher.close()
+            self.prefetcher = None
+        if self.trace is not None:
+            self.trace.close()
+        try:
+            synchronize(self.device)  # no copy may land in memory that others get
+        finally:  # a device that has failed says so here; the host's part is freed all the same
+            self.decoder = None
+            if self.host_memory is not None:
+                self.host_memory.close()
+            for pack in self.packs:
+                pack.close()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def __del__(self) -> None:
+        if self.prefetcher is not None:  # dropped unclosed: the worker alone would keep the models
+            self.prefetcher.stop()
+
+
+@dataclass(kw_only=True)
+class Loader:
+    """One load: the options of `Engine.load` under their names, and what of an engine others replace."""
+
+    device: str
+    vram: str | int | float
+    slots: int | None
+    ctx_size: int | None
+    kv_type: str
+    draft_tokens: int | str
+    prefetch: bool
+    critical_experts: int | None
+    cutoff: int | None
+    policy: str
+    pin: str | int
+    template: Path | None
+    trace: Path | None
+    home: Path | None
+    cancel: threading.Event | None
+    on_plan: Callable[[Plan], object] | None
+    on_progress: OnProgress | None
+    make_slab: Callable[[int, int, torch.device], HostSlab | DeviceSlab]
+    make_store: type[ExpertStore]
+    captures: bool
+    length: DraftLength = field(init=False)
+    parts: Parts = field(init=False)
+
+    def load(self, target: str | Path, draft: str | Path | None) -> Parts:
+        """Everything, or an error and nothing."""
+        check(self.cancel)
+        self._check_options()
+        place = choose_device(self.device)
+        if place.type == "cuda":
+            from spmoe_lite.kernels.cache_triton import settle_kernel_cache
+
+            settle_kernel_cache()
+            tune.load(place, self.home)
+        self.parts = parts = Parts(place, Pack.open(library.find(target, self.home)))
+        try:
+            if draft is not None:
+                parts.packs.append(Pack.open(library.find(draft, self.home)))
+            for pack in parts.packs:
+                if pack.expert_layout is not None:
+                    check_experts(place, pack.name, pack.expert_layout.dtype)
+            self._read_texts()
+            self._make_plan()
+            if self.on_plan is not None:
+                self.on_plan(parts.plan)
+            if self.trace is not None:
+                self._start_trace(self.trace)
+            self.load_models()
+            check(self.cancel)
+            if place.type == "cuda":
+                torch.cuda.empty_cache()  # of warming up: the plan counts what answers need
+            for pack in parts.packs:
+                library.touch_used(pack.path)
+        except BaseException:
+            parts.close()
+            raise
+        return parts
+
+    def _check_options(self) -> None:
+        """Refuse what no pack can have, before one is opened."""
+        if self.policy not in POLICIES:
+            raise UsageError(f"--policy {self.policy}: one of {', '.join(POLICIES)}")
+        if self.kv_type not in KV_TYPES:
+            raise UsageError(f"--kv-type {self.kv_type}: one of {', '.join(KV_TYPES)}")
+        self.length = draft_length(self.draft_tokens)
+        numbers = {"--slots": self.slots, "--ctx-size": self.ctx_size, "--cutoff": self.cutoff}
+        for flag, number in numbers.items():
+            if number is not None and (
+                isinstance(number, bool) or not isinstance(number, Integral)
+            ):
+                raise UsageError(f"{flag} {number!r}: a whole number is needed")
+        if self.pin not in ("auto", "all", "none"):
+            parse_size(self.pin, 1 << 40, "--pin")
+        if self.cutoff is not None and self.cutoff < 0:
+            raise UsageError(
+                f"--cutoff {self.cutoff}: 0 for no prefetching, or the number of layers"
+            )
+
+    def _read_texts(self) -> None:
+        """Tokenizer, template and sampling defaults; refuses a draft of another vocabulary."""
+        parts = self.parts
+        target, *drafts = parts.packs
+        parts.tokenizer = Tokenizer.load(target.path, target.config)
+        for draft in drafts:
+            other = Tokenizer.load(draft.path, draft.config)
+            parts.tokenizer.check_draft(other, target.config.vocab_size, draft.config.vocab_size)
+        parts.num_tokens = min(parts.tokenizer.num_tokens, target.config.vocab_size)
+        parts.eos_ids = frozenset(parts.tokenizer.eos_ids)
+        parts.template = ChatTemplate.load(target.path, parts.tokenizer, override=self.template)
+        parts.default_sampling = _default_sampling(target.path)
+
+    def _make_plan(self) -> None:
+        device, target = self.parts.device, self.parts.packs[0]
+        sizes = [ModelSize.of(pack) for pack in self.parts.packs]
+        self.parts.plan = plan_pair(
+            sizes[0],
+            sizes[1] if len(sizes) > 1 else None,
+            name=target.name,
+            device=str(device),
+            available=available_bytes(device),
+            vram=self.vram,
+            slots=self.slots,
+            ctx_size=self.ctx_size,
+            draft_tokens=self.length.most,
+            chunk=PREFILL_CHUNK,
+            kv_type=self.kv_type,
+            costs=Costs(
+                read_rate=_read_rate(target, device, self.pin),
+                product_rates=product_rates(device, target.dtypes),
+                profile=load_profile(self._profile_path()),
+            ),
+        )
+
+    def _start_trace(self, path: Path) -> None:
+        target, *drafts = self.parts.packs
+        c, layout = target.config, target.expert_layout
+        if layout is None:
+            raise UsageError(f"--trace {path}: {target.name} has no experts to record")
+        known = load_profile(self._profile_path())
+        seconds = known.expert_copy_ms / 1e3 if known is not None else 0
+        self.parts.trace = TraceWriter(
+            path,
+            Header(
+                model=target.name,
+                draft=drafts[0].name if drafts else None,
+                layers=c.num_hidden_layers,
+                experts=c.num_local_experts,
+                k=c.num_experts_per_tok,
+                slots=self.parts.plan.slots,
+                draft_tokens=self.length.most if drafts else 0,
+                expert_dtype=layout.dtype,
+                expert_bytes=layout.stride,
+                link=layout.stride / 1e9 / seconds if seconds else None,
+            ),
+        )
+
+    def _profile_path(self, captured: bool = True) -> Path:
+        names = [pack.name for pack in self.parts.packs]
+        return profile_path(names, self.parts.device, self.home, captured)
+
+    def load_models(self) -> None:
+        """Weights, slots and caches; captured steps, or a worker that prefetches; the decoder of them."""
+        parts, context = self.parts, self.parts.plan.context
+        target_pack, *draft_packs = parts.packs
+        c = target_pack.config
+        critical = c.num_experts_per_tok if self.critical_experts is None else self.critical_experts
+        if c.is_moe and not 1 <= critical <= c.num_local_experts:
+            raise UsageError(f"critical_experts {critical}: 1 to {c.num_local_experts}")
+        if self.kv_type == "int8" and parts.device.type == "cpu" and draft_packs:
+            parts.notices.append(
+                "--kv-type int8 on the CPU: the last bit of a product depends on how many tokens are "
+                "checked at once, and int8 makes more of it: the text may depend on the draft"
+            )
+        target, store = self._load_model(
+            target_pack, parts.plan.slots, context, parts.counters, self.pin
+        )
+        target_kv = self._kv_cache(target, context)
+        models, stores = [(target, target_kv)], [store]
+        draft = draft_kv = None
+        if draft_packs:
+            config = draft_packs[0].config
+            window = min(context, config.max_position_embeddings)
+            every = config.num_hidden_layers * config.num_local_experts
+            draft, draft_store = self._load_model(draft_packs[0], every, window, Counters(), "auto")
+            draft_kv = self._kv_cache(draft, window)
+            models.append((draft, draft_kv))
+            stores.append(draft_store)
+        predictor = None
+        if draft is not None and store is not None and self.prefetch and not store.table.all_fit:
+            if ExpertPredictor.fits(c, draft.config):
+                predictor = ExpertPredictor(target, critical)
+            else:
+                parts.notices.append(
+                    f"no prefetching: {draft_packs[0].name} has other layers or another width than "
+                    f"{target_pack.name}, so its states say nothing to the target's routers"
+                )
+        graphs = None
+        if parts.device.type == "cuda":
+            torch.cuda.empty_cache()  # of what making the weights has left
+            warm_up(parts.device, models, predictor, self.cancel, self.on_progress)
+            graphs = self._capture(models, stores, predictor, critical)
+        if predictor is not None and graphs is None:
+            assert store is not None
+            parts.prefetcher = Prefetcher(store, predictor)
+        parts.profile_path = self._profile_path(captured=graphs is not None)
+        known = load_profile(parts.profile_path) or self._first_profile(target, draft)
+        parts.decoder = Decoder(
+            target,
+            draft,
+            Session(target_kv, draft_kv),
+            store=store,
+            prefetcher=parts.prefetcher,
+            counters=parts.counters,
+            drift=Drift(known),
+            length=self.length,
+            cutoff=self.cutoff,
+            critical_experts=critical,
+            trace=parts.trace,
+            graphs=graphs,
+        )
+
+    def _load_model(
+        self, pack: Pack, slots: int, context: int, counters: Counters, pin: str | int
+    ) -> tuple[Transformer, ExpertStore | None]:
+        parts, device = self.parts, self.parts.device
+        tensors = pack.load_dense(device, on_progress=self.on_progress, cancel=self.cancel)
+        fit_dense(device, pack.name, tensors)
+        if not pack.config.is_moe:
+            return Transformer(pack.config, tensors, context), None
+        c, layout = pack.config, pack.expert_layout
+        assert layout is not None, "a pack of a Mixture-of-Experts model has a layout"
+        slab = self.make_slab(slots, layout.stride, device)
+        layers, experts, k = c.num_hidden_layers, c.num_local_experts, c.num_experts_per_tok
+        table = SlotTable(slots, layers, experts, k, self.policy)
+        host, whole = None, layers * experts * layout.stride
+        pinned = "none" if table.all_fit else self._pinned(pin, pack)
+        in_part = isinstance(pinned, int) and pinned < whole
+        if pinned != "none" and not in_part:
+            host = parts.host_memory = HostMap(pack, device, self.on_progress, self.cancel)
+        store = self.make_store(pack, slab, table, counters, device, host)
+        if isinstance(pinned, int) and in_part:
+            parts.host_memory = tier = RamTier(
+                pack,
+                slab,
+                pinned,
+                table.last_used,
+                counters,
+                device,
+                bypass=whole > available_bytes(torch.device("cpu")),
+                on_progress=self.on_progress,
+                cancel=self.cancel,
+            )
+            if tier.num_places:
+                store.tier = tier
+                parts.notices.append(
+                    f"RAM has places for {tier.num_places} of {layers * experts} experts: what is "
+                    f"neither there nor in a slot is read from the pack's files"
+                )
+        return Transformer(c, tensors, context, store, layout), store
+
+    def _pinned(self, pin: str | int, pack: Pack) -> Literal["all", "none"] | int:
+        """What may be page-locked of host memory; on the CPU the slots are in RAM already."""
+        return pin_bytes(pin, pack) if self.parts.device.type == "cuda" else "none"
+
+    def _kv_cache(self, model: Transformer, capacity: int) -> KVCache:
+        device = self.parts.device
+        dtype = torch.int8 if self.kv_type == "int8" else model.dtype
+        try:
+            return KVCache(model.config, capacity, dtype, device)
+        except (RuntimeError, MemoryError) as error:
+            raise CapacityError(
+                f"the KV cache of {capacity} tokens does not fit on {device}; lower --ctx-size"
+            ) from error
+
+    @torch.inference_mode()
+    def _capture(
+        self,
+        models: Sequence[tuple[Transformer, KVCache]],
+        stores: Sequence[ExpertStore | None],
+        predictor: ExpertPredictor | None,
+        critical: int,
+    ) -> StepGraphs | None:
+        """Captured steps, where the GPU can read every expert by itself; else None, and it is said."""
+        parts = self.parts
+        resident, tables, stride = {}, None, 0
+        for (model, _), store in zip(models, stores, strict=True):
+            if store is not None and store.table.all_fit:
+                store.load_all(self.on_progress, self.cancel)
+                resident[model] = store.addresses()
+        if not self.captures:
+            return None
+        (target, target_kv), store = models[0], stores[0]
+        if store is not None and not store.table.all_fit:
+            host, table = store.host_addresses(), store.table
+            if host is None or table.shared:
+                reason = "not all experts are page-locked"
+                if table.shared:
+                    few = table.policy == "layer-lru"
+                    reason = "fewer slots than a token needs" if few else f"--policy {table.policy}"
+                parts.notices.append(f"steps are driven by the host: {reason}")
+                return None
+            share = max(len(table.places(layer)) for layer in range(len(host)))
+            tables = Tables.make(
+                host,
+                torch.zeros((len(host), share), dtype=torch.int64, device=parts.device),
+                ahead=(self.length.most, min(len(host), LAYERS_AHEAD), critical),
+            )
+            stride = parts.plan.slot_bytes
+        draft, draft_kv = models[1] if len(models) > 1 else (None, None)
+        try:
+            with current(parts.device):
+                return StepGraphs(
+                    target,
+                    target_kv,
+                    draft,
+                    draft_kv,
+                    resident=resident,
+                    tables=tables,
+                    stride=stride,
+                    predictor=predictor,
+                    most=self.length.most,
+                    num_tokens=parts.num_tokens,
+                )
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"{parts.device} has no room left for captured steps: lower --vram or --ctx-size"
+            ) from error
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            parts.notices.append(
+                f"steps are driven by the host: they cannot be captured ({reason})"
+            )
+            return None
+
+    @torch.inference_mode()
+    def _first_profile(self, target: Transformer, draft: Transformer | None) -> Profile:
+        """A start for the cutoff until real steps correct it: one timed draft pass, and the read rate."""
+        plan = self.parts.plan
+        copy_ms = plan.slot_bytes / plan.read_rate * 1e3
+        if draft is None:
+            return Profile(copy_ms, 0.0, 0.0)
+        kv = self._kv_cache(draft, 4)
+        times = []
+        for _ in range(2):
+            started = time.perf_counter()
+            draft.forward([0], kv).sum().item()
+            times.append((time.perf_counter() - started) * 1e3)
+        return Profile(copy_ms, min(times), min(times) / len(target.blocks))
+
+
+@torch.inference_mode()
+def warm_up(
+    device: torch.device,
+    models: Sequence[tuple[Transformer, KVCache]],
+    predictor: ExpertPredictor | None,
+    cancel: threading.Event | None,
+    on_progress: OnProgress | None,
+) -> None:
+    """Compile every kernel that answers need, so that none of them waits for a compiler.
+
+    Which kernels a pass takes depends on how many rows it has, in four classes, and on whether it
+    looks back over more than one part of the context. In prefill the tile of the experts
+    depends on how many rows an expert has; `_launch_tiles` makes each choice once. So does
+    `_launch_merges` for long contexts, over whatever the cache holds.
+    """
+    passes = [
+        (model, kv, rows, start)
+        for model, kv in models
+        for rows, start in WARM_UP
+        if start + rows <= kv.capacity
+    ]
+    for done, (model, kv, rows, start) in enumerate(passes):
+        check(cancel)
+        if on_progress is not None:
+            on_progress(Progress("warm up", done, len(passes), "passes"))
+        kv.truncate(start)
+        try:
+            with current(device):
+                model.forward([0] * rows, kv)
+                if start + rows == 1:
+                    _launch_tiles(model)
+                    _launch_merges(model, kv)
+                if predictor is not None and done == 0:
+                    predictor.predict(0, 0, model.norm.new_zeros(1, model.config.hidden_size))
+            synchronize(device)
+        except (SpmoeError, OSError):
+            raise
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"{device} has no room left for a pass: lower --vram or --ctx-size"
+            ) from error
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise UnsupportedError(
+                f"the kernels do not run on {device} ({reason}): use --device cpu"
+            ) from error
+    for _, kv in models:
+        kv.truncate(0)
+
+
+def _launch_merges(model: Transformer, kv: KVCache) -> None:
+    """Each kernel that may add up the parts of a context longer than those of `WARM_UP`."""
+    c, caches = model.config, (kv.keys[0], kv.values[0])
+    q = model.norm.new_zeros(1, c.num_attention_heads, c.head_dim)
+    for start in LONG:
+        if start < kv.capacity:
+            attention(q, *caches, start, c.sliding_window, kv_scales=kv.scales[0])
+
+
+def _launch_tiles(model: Transformer) -> None:
+    """Each tile that the experts may have in prefill, over experts that no row asks for."""
+    layout = model.layout
+    if layout is None:
+        return
+    rows, choices = 128, model.config.num_experts_per_tok
+    x = model.norm.new_zeros(rows, layout.hidden_size)
+    experts = x.new_zeros(rows, choices, dtype=torch.int32)
+    hidden = x.new_empty(rows, choices, layout.intermediate_size)
+    out = x.new_empty(rows, choices, layout.hidden_size)
+    for columns in (16, 32, 64, 128):
+        use = x.new_full((rows * choices // columns, 3), -1, dtype=torch.int64)
+        expert_up(x, experts, use, layout, out=hidden)
+        expert_down(hidden, experts, use, layout, out=out)
+
+
+def profile_path(
+    packs: Sequence[str], device: torch.device, home: Path | None, captured: bool = True
+) -> Path:
+    """Where the times of these packs on this machine are kept; on a GPU by who drives the steps."""
+    machine = platform.node() or "machine"
+    if device.type == "cuda":
+        machine += "-" + torch.cuda.get_device_name(device) + ("" if captured else "-host")
+    safe = re.sub(r"[^A-Za-z0-9.+_-]+", "_", f"{'+'.join(packs)}@{machine}")
+    return (library.home() if home is None else home) / "profiles" / f"{safe}.json"
+
+
+def pin_bytes(pin: str | int, pack: Pack) -> Literal["all", "none"] | int:
+    """What `HostMap` may page-lock."""
+    available = available_bytes(torch.device("cpu"))
+    if pin == "auto":
+        return default_pin(pack, available)
+    if pin == "all":
+        return "all"
+    return "none" if pin == "none" else parse_size(pin, available, "--pin")
+
+
+def draft_length(draft_tokens: int | str) -> DraftLength:
+    if draft_tokens == "auto":
+        return DraftLength(DEFAULT_DRAFT_TOKENS, adapt=True)
+    if not isinstance(draft_tokens, int) or not 0 <= draft_tokens <= MAX_DRAFT_TOKENS:
+        raise UsageError(f"--draft-tokens {draft_tokens}: 0 to {MAX_DRAFT_TOKENS}, or auto")
+    return DraftLength(draft_tokens, adapt=False)
+
+
+def _default_sampling(folder: Path) -> SamplingParams:
+    """What generation_config.json recommends; greedy without one."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return SamplingParams()
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return SamplingParams.from_generation_config(values)
+    except (OSError, ValueError, AttributeError, SpmoeError) as error:
+        raise DamagedError(f"{path}: {error}; convert again, or delete the file") from error
+
+
+def product_rates(device: torch.device, dtypes: Dtypes) -> dict[str, float]:
+    """Bytes of weights per second in a single-row product, by dtype."""
+    plain, rates = memory_rate(device), {}
+    for dtype in {dtypes.dense, dtypes.linear, dtypes.embed, dtypes.experts or dtypes.dense}:
+        if scheme_of(dtype) is None:
+            rates[dtype] = plain
+        elif device.type == "cuda":
+            rates[dtype] = CODES_RATE * plain
+        else:  # as fast as the CPU dequantises, which has little to do with its memory
+            rows, columns = 512, 2048
+            memory = torch.zeros(matrix_bytes(dtype, rows, columns), dtype=torch.uint8)
+            matrix, row = view_weight(memory, dtype, (rows, columns)), torch.ones(1, columns)
+            seconds = []
+            for _ in range(2):
+                started = time.perf_counter()
+                linear(row, matrix)
+                seconds.append(time.perf_counter() - started)
+            rates[dtype] = memory.nbytes / max(min(seconds), 1e-9)
+    return rates
+
+
+def _read_rate(pack: Pack, device: torch.device, pin: str | int) -> float:
+    """Bytes per second of a missing expert: over the bus if all are page-locked, else to host memory."""
+    if pack.expert_layout is None:
+        return 1e9
+    if device.type == "cuda":
+        pinned = pin_bytes(pin, pack)
+        if pinned == "all" or (
+            pinned != "none" and pinned >= pack.expert_count() * pack.expert_layout.stride
+        ):
+            return bus_rate(device)
+    out = np.empty(pack.expert_layout.stride, dtype=np.uint8)
+    out.fill(0)  # touch the pages: they are not what is measured
+    count = min(4, pack.config.num_local_experts)
+    started = time.perf_counter()
+    for expert in range(count):
+        pack.read_expert(pack.config.num_hidden_layers - 1, expert, out)
+    return count * len(out) / max(time.perf_counter() - started, 1e-9)
