@@ -107,6 +107,7 @@ def _plan_rows(found: Forecast) -> list[list[str]]:
         ("workspace", [p.workspace_bytes for p in plans]),
         ("kernels, captured steps", [p.reserve_bytes for p in plans]),
         ("expert slots", [p.slots * p.slot_bytes for p in plans]),
+        ("landing slots, for prompts", [p.landing_slots * p.slot_bytes for p in plans]),
     ]
     rows = [heads]
     for name, counts in parts:

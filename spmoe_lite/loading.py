@@ -334,15 +334,16 @@ class Loader:
             return Transformer(pack.config, tensors, context), None
         c, layout = pack.config, pack.expert_layout
         assert layout is not None, "a pack of a Mixture-of-Experts model has a layout"
-        slab = self.make_slab(slots, layout.stride, device)
         layers, experts, k = c.num_hidden_layers, c.num_local_experts, c.num_experts_per_tok
         table = SlotTable(slots, layers, experts, k, self.policy)
+        landing = 0 if device.type == "cpu" or table.all_fit else landing_slots(experts)
+        slab = self.make_slab(slots + landing, layout.stride, device)
         host, whole = None, layers * experts * layout.stride
         pinned = "none" if table.all_fit else self._pinned(pin, pack)
         in_part = isinstance(pinned, int) and pinned < whole
         if pinned != "none" and not in_part:
             host = parts.host_memory = HostMap(pack, device, self.on_progress, self.cancel)
-        store = self.make_store(pack, slab, table, counters, device, host)
+        store = self.make_store(pack, slab, table, counters, device, host, landing)
         if isinstance(pinned, int) and in_part:
             parts.host_memory = tier = RamTier(
                 pack,

@@ -2,9 +2,9 @@
 
     slots = (budget - weights - draft - both KV caches - workspace - reserve) / bytes of an expert
 
-The reserve is what a GPU needs beside: code of kernels, captured steps, rounding. Pure arithmetic on pack
-headers. Copies ahead of need land in slots of the slab, so nothing is set aside
-for them. A plan that cannot fit is refused with the smallest change that would.
+The reserve is what a GPU needs beside: code of kernels, captured steps, rounding. Where experts have no
+slot, some more than `slots` are set aside on a GPU: prompts pass through them. Pure arithmetic on pack
+headers. A plan that cannot fit is refused with the smallest change that would.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from spmoe_lite.config import DTYPE_BYTES, ModelConfig, scheme_of
 from spmoe_lite.errors import CapacityError, UsageError
 from spmoe_lite.progress import size
+from spmoe_lite.slots import landing_slots
 from spmoe_lite.speed import Costs, predict
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Plan:
     device: str
     budget: int
     slots: int
+    landing_slots: int  # beside them
     expert_count: int
     slot_bytes: int
     target_bytes: int
@@ -78,7 +80,8 @@ class Plan:
     @property
     def total_bytes(self) -> int:
         fixed = self.target_bytes + self.draft_bytes + self.kv_bytes
-        return fixed + self.workspace_bytes + self.reserve_bytes + self.slots * self.slot_bytes
+        slots = (self.slots + self.landing_slots) * self.slot_bytes
+        return fixed + self.workspace_bytes + self.reserve_bytes + slots
 
     def __str__(self) -> str:
         parts = []
@@ -204,6 +207,7 @@ def make_plan(
         device=device,
         budget=budget,
         slots=chosen,
+        landing_slots=asked.landing(chosen),
         expert_count=target.expert_count,
         slot_bytes=target.stride,
         target_bytes=target.dense_bytes,
@@ -268,10 +272,17 @@ class _Asked:
 
     @property
     def total(self) -> int:
-        return self.fixed + self.slots * self.target.stride
+        return self.fixed + (self.slots + self.landing(self.slots)) * self.target.stride
+
+    def landing(self, slots: int) -> int:
+        """Landing slots of a GPU beside `slots`."""
+        if self.device == "cpu" or slots >= self.target.expert_count:
+            return 0
+        return landing_slots(self.target.config.num_local_experts)
 
     def slots_in(self, budget: int) -> int:
-        return (budget - self.fixed) // self.target.stride
+        most = (budget - self.fixed) // self.target.stride
+        return most - self.landing(most)
 
     def longest_in(self, budget: int) -> int:
         """The longest context, up to what was asked, that fits; below 2 there is none."""

@@ -278,7 +278,7 @@ class Unlocked:
     """Before a store's class: experts have addresses in the mapped files, and nothing is page-locked."""
 
     def __init__(self, pack: Pack, *args: Any):
-        *others, _ = args
+        *others, _, _ = args  # where experts are page-locked; landing slots
         super().__init__(pack, *others, HostMap(pack, torch.device("cpu")))  # type: ignore[call-arg]
 
 

@@ -21,6 +21,11 @@ ExpertKey = tuple[int, int]  # (layer, expert)
 POLICIES = ("layer-lru", "global-lru")
 
 
+def landing_slots(num_experts: int) -> int:
+    """Slots beside those of the table for what passes through in a prompt, of `num_experts` a layer."""
+    return max(2, num_experts // 8)
+
+
 def choose_victim(
     candidates: Iterable[ExpertKey], last_used: Mapping[ExpertKey, int]
 ) -> ExpertKey | None:
@@ -34,7 +39,7 @@ class SlotTable:
     def __init__(self, num_slots: int, num_layers: int, num_experts: int, k: int, policy: str):
         every = num_layers * num_experts
         assert policy in POLICIES and min(2, every) <= num_slots <= every
-        self.num_slots = num_slots
+        self.num_slots, self.num_experts = num_slots, num_experts
         self.policy = policy
         self.all_fit = num_slots == every
         self.shared = policy == "global-lru" or num_slots // num_layers < k
@@ -105,6 +110,10 @@ class SlotTable:
         self._filling.add(key)
         self._slot_of[key] = slot
         return slot, victim
+
+    def num_free(self, layer: int) -> int:
+        """Slots that a layer can have without anybody leaving."""
+        return len(self._free[self._pool(layer)])
 
     def filled(self, key: ExpertKey) -> None:
         """The copy of `key` has been made (or is ordered before every later reader)."""

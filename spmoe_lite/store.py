@@ -8,8 +8,13 @@ allow. The model never learns where an expert came from.
 Two threads meet here: the decode thread (`serve`, misses) and the prefetch worker (`prefetch`). One lock
 guards table and counters and is never held during a copy; a slot being filled belongs to whoever fills
 it. A prefetch goes in pieces: between two of them it lets a demand pass, and it is given up when its layer
-has begun and does not wait for it. A pass may end at any moment, by an error or by Ctrl-C: the next one puts the table right. Nothing but `end_pass` changes recency, and only for accepted rows. On this host-driven path `serve`
-reads the ids on the host, which on a GPU is one synchronisation per layer.
+has begun and does not wait for it. A pass may end at any moment, by an error or by Ctrl-C: the next one
+puts the table right. Nothing but `end_pass` changes recency, and only for accepted rows.
+
+`serve` reads the ids on the host, which on a GPU is one synchronisation per layer. A sweep does without: a
+pass of so many rows on a GPU that every expert is as good as sure to be chosen. The host orders the whole
+pass at once; what has no slot passes through landing slots, which take turns over all layers, so that the
+bus carries the next layer's experts while this one is computed, and no slot of decoding loses what it holds.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +35,7 @@ from spmoe_lite.slab import DeviceSlab, GoOn, HostSlab
 from spmoe_lite.slots import ExpertKey, SlotTable
 from spmoe_lite.stats import Counters
 
+SURE_ROWS = 16  # of a pass, for each of a layer's experts, on average: none is left out
 STEP_ASIDE_SECONDS = 1.0  # at most, that a piece of a prefetch waits for a demand
 PREFILL_ROWS = 32  # a pass of more rows is prefill: it must not flush what decoding has gathered
 
@@ -48,13 +55,17 @@ class ExpertStore:
         counters: Counters,
         device: torch.device,
         host: HostMap | None = None,
+        landing: int = 0,
     ):
-        """`host`: where experts have an address that the device reads; else they come from `pack`."""
+        """`host`: where experts have an address that the device reads; else they come from `pack`.
+
+        landing: slots of the slab behind those of the table, for the experts of a sweep.
+        """
         self.table = table
         self.counters = counters
         self.cancel: threading.Event | None = None
         self.tier: RamTier | None = None  # where experts that have no address are kept on their way
-        self.trace: dict[int, list[list[int]]] = {}  # layer -> the ids of each row of the pass
+        self._routed: dict[int, Any] = {}  # layer -> the ids of each row, perhaps on the device
         self._pack = pack
         self._host = host
         self._slab = slab
@@ -68,6 +79,11 @@ class ExpertStore:
         self._layer = -1  # being served: prefetches for it and for those before are late
         self._position = 0  # accepted tokens so far: the clock of recency
         self._prefill = False
+        self._landing = [table.num_slots + i for i in range(landing)]
+        self._landed = 0  # experts that have passed through them
+        self._every: dict[int, torch.Tensor] = {}  # layer -> `use` of all its experts, if all fit
+        lands = landing > 0 and self.host_addresses() is not None
+        self._can_sweep = device.type != "cpu" and (table.all_fit or lands)
         self._missed: set[ExpertKey] = set()  # not in place when their layer of this pass began
         self._expected: set[ExpertKey] = set()  # predicted for the step at hand: no prefetch evicts
         self._prefetched: set[ExpertKey] = set()  # copied on a prediction for the step at hand
@@ -87,8 +103,16 @@ class ExpertStore:
             self._demanding = False
             self._awaited.clear()
         self._prefill = rows > PREFILL_ROWS
-        self.trace.clear()
+        self._routed.clear()
         self._missed.clear()
+
+    @property
+    def trace(self) -> dict[int, list[list[int]]]:
+        """The expert ids of each row of the pass, by layer."""
+        for layer, rows in self._routed.items():
+            if isinstance(rows, torch.Tensor):
+                self._routed[layer] = rows.tolist()
+        return self._routed
 
     def serve(self, layer: int, experts: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield groups `use` [n, 3] int64: expert id, address to read, address to also write (0: none).
@@ -96,18 +120,51 @@ class ExpertStore:
         experts [T, k] int32 are the router's choices. Every chosen expert appears in exactly one group
         and is copied at most once. A group must be launched before the next one is asked for.
         """
-        self.trace[layer] = rows = experts.tolist()
-        wanted = sorted({expert for row in rows for expert in row})
+        sweep = self._can_sweep and experts.numel() >= SURE_ROWS * self.table.num_experts
+        if sweep and layer in self._every:
+            self._routed[layer] = experts
+            yield self._every[layer]
+            return
+        if sweep:
+            self._routed[layer], wanted = experts, list(range(self.table.num_experts))
+        else:
+            self._routed[layer] = rows = experts.tolist()
+            wanted = sorted({expert for row in rows for expert in row})
         ready, arriving, missing = self._sort_out(layer, wanted)
+        passing: list[int] = []
+        if sweep and self._landing:
+            free = self.table.num_free(layer)
+            missing, passing = missing[:free], missing[free:]
         done: list[ExpertKey] = []  # copied for this pass: in prefill the first to make room
         while ready or arriving or missing:
             loaded = self._load_some(layer, missing, done, must=not (ready or arriving))
             if ready:
-                yield self._lend(layer, ready)
+                yield (use := self._lend(layer, ready))
                 self._give_back(layer, ready)
+                if sweep and self.table.all_fit and ready == wanted:
+                    self._every[layer] = use
             self._await(layer, arriving)
             ready, arriving = arriving + loaded, []
             done += [(layer, expert) for expert in loaded]
+        at_once = max(1, len(self._landing) // 2)
+        for i in range(0, len(passing), at_once):
+            check(self.cancel)
+            yield from self._land(layer, passing[i : i + at_once])
+
+    def _land(self, layer: int, experts: list[int]) -> Iterator[torch.Tensor]:
+        """A group of experts through landing slots, whose last readers the copies wait for."""
+        assert self._host is not None
+        slots = []
+        for expert in experts:
+            slots.append(self._landing[self._landed % len(self._landing)])
+            self._landed += 1
+            source = self._host.address(layer, expert)
+            assert source is not None
+            self._slab.fill_from(slots[-1], source)
+        self.counters.loads += len(experts)
+        self.counters.bytes_moved += len(experts) * self._pack.expert_layout.stride
+        yield self._use(experts, slots)
+        self._slab.mark_read(slots)
 
     def end_pass(self, accepted_rows: int) -> None:
         """The first `accepted_rows` rows of the pass stay: refresh recency from them, count their hits."""
@@ -157,7 +214,7 @@ class ExpertStore:
     ) -> None:
         """What a pass without the host did: trace [L, T, k], missed [L, E], fetched and late [n, 2]."""
         self._in_pass, self._prefill = True, False
-        self.trace = dict(enumerate(trace.tolist()))
+        self._routed = dict(enumerate(trace.tolist()))
         self._missed, self._prefetched = set(), set()
         if missed is None or fetched is None or late is None:
             return
@@ -277,7 +334,9 @@ class ExpertStore:
 
     def _lend(self, layer: int, experts: list[int]) -> torch.Tensor:
         """The group as the kernels take it; their reads are ordered after the copies."""
-        slots = [self.table.slot((layer, expert)) for expert in experts]
+        return self._use(experts, [self.table.slot((layer, expert)) for expert in experts])
+
+    def _use(self, experts: list[int], slots: list[int]) -> torch.Tensor:
         self._slab.wait_filled(slots)
         use = [(e, self._slab.address(s), 0) for e, s in zip(experts, slots, strict=True)]
         return torch.tensor(use, dtype=torch.int64).to(self._device, non_blocking=True)

@@ -120,7 +120,7 @@ def test_kind_i_o26_every_single_advice_of_a_refusal_works(
             changes_of(advice, budget + more) for advice in text.split(": ")[1].split(" or ")
         ]
         if "free " in text:
-            assert changes[0] == {} and budget < 10**8
+            assert changes[0] == {}
             return
         for change in changes:
             assert change, text

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -56,6 +57,9 @@ class FakeStreamSlab:
         self.bytes[slot] = 255
         read(out, 0)
         self.in_flight[slot] = out
+
+    def fill_from(self, slot, source, go_on=None):
+        self.fill(slot, lambda out, offset: out.fill(source), go_on)
 
     def arrived(self, slot):
         return slot not in self.in_flight
@@ -127,6 +131,49 @@ def test_kind_h_o22_slots_are_never_reused_under_a_reader(num_slots, policy):
     assert not errors
     assert store.counters.prefetches > 0
     assert store.counters.loads > 0 or num_slots == 24
+
+
+class FakeHost:
+    """An expert's address is the byte it is made of."""
+
+    def address(self, layer, expert):
+        return 16 * layer + expert
+
+
+@pytest.mark.parametrize("num_slots", [3, 6, 9, 24])
+def test_a_sweep_serves_every_expert_once_and_takes_no_slot_from_decoding(num_slots):
+    """Through landing slots, across layers, with passes of decoding between; rows are read later."""
+    rng, rows = np.random.default_rng(num_slots), 64  # x 2 choices: 16 for each expert
+    store, pack, slab = make(num_slots)
+    run_pass(store, slab, random_ids(rng))
+    store.end_pass(1)
+    slab = FakeStreamSlab(num_slots + 2)
+    table = SlotTable(num_slots, 3, 8, 2, "layer-lru")
+    pack.config = SimpleNamespace(num_hidden_layers=3, num_local_experts=8)
+    store = ExpertStore(
+        pack, slab, table, Counters(), torch.device("cpu"), FakeHost(), 2 if num_slots < 24 else 0
+    )
+    store._can_sweep = True  # on the CPU there is none: nobody waits there for the ids
+    for turn in range(3):
+        run_pass(store, slab, random_ids(rng))
+        store.end_pass(2)
+        held, loads = table.residents(), store.counters.loads
+        ids = random_ids(rng, rows=rows)
+        store.begin_pass(rows)
+        for layer, chosen in enumerate(ids):
+            seen = []
+            for use in store.serve(layer, torch.tensor(chosen, dtype=torch.int32)):
+                for expert, address, write in use.tolist():
+                    assert write == 0
+                    assert (slab.bytes[address // STRIDE] == 16 * layer + expert).all()
+                    seen.append(expert)
+            assert sorted(seen) == list(range(8))
+        if num_slots < 24 or turn:
+            assert table.residents() == held and store.counters.loads - loads == 24 - len(held)
+        assert [store.trace[layer] for layer in range(3)] == ids
+        store.end_pass(rows)
+        assert not slab.unread - set(range(num_slots)) and not table._held
+        assert all(table.last_used[layer, e] >= 0 for layer in range(3) for e in range(8))
 
 
 def test_resident_experts_are_served_first_and_each_is_copied_once():
