@@ -61,7 +61,7 @@ from spmoe_lite.progress import OnProgress, Progress, check
 from spmoe_lite.ramtier import RamTier
 from spmoe_lite.session import Session
 from spmoe_lite.slab import DeviceSlab, HostSlab
-from spmoe_lite.slots import SlotTable, landing_slots
+from spmoe_lite.slots import POLICIES, SlotTable, landing_slots
 from spmoe_lite.speed import Costs
 from spmoe_lite.stats import Counters
 from spmoe_lite.store import ExpertStore
