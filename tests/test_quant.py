@@ -284,3 +284,22 @@ def test_columns_that_are_not_whole_groups_are_refused(columns, group, advice):
         quantize(gaussian(4, columns), Scheme(4, group), name="w2")
     for fitting in GROUPS:
         assert (columns % fitting == 0) == (str(fitting) in advice.split())
+
+
+def test_codes_are_weights_in_bf16_by_one_multiplication_and_addition():
+    """What the kernel computes, for every code and zero and scales from the least to the largest:
+    (code 2^-133) S + C in bf16, lifted by 2^32, against the definition (`kernels/tile_triton.py`)."""
+    code = torch.arange(256, dtype=torch.float64)[:, None, None]
+    zero = torch.arange(256, dtype=torch.float64)[None, :, None]
+    bits = torch.arange(1, 0x7C00, 97, dtype=torch.int16) & 0x7FF8  # 8 significant, fp16
+    scale = bits.view(torch.float16).double()[None, None, :]
+    assert scale.min() == 0 and scale.max() > 6e4 and (scale > 0).sum() > 250
+
+    def rounded(x):
+        return x.float().bfloat16().double()
+
+    s = rounded(scale * 2.0**101)
+    c = rounded(-zero * 2.0**-133 * s)
+    lifted = rounded(code * 2.0**-133 * s + c) * 2.0**32
+    assert s.isfinite().all() and torch.equal(s, scale * 2.0**101)
+    assert torch.equal(lifted, rounded(code * scale - rounded(zero * scale)))
