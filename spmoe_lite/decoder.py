@@ -197,7 +197,10 @@ class Decoder:
             pick = None if sampler.greedy else sampler.pick_row
             if under_way is not None:
                 _, cutoff = under_way
-            found = graphs.step(tokens, count, cutoff, pick, cancel, ahead)
+            found = graphs.step(
+                tokens, count, cutoff, pick, cancel, ahead,
+                lambda: [sampler.noise(i, self.target.device) for i in range(known, known + count + 1)],
+            )  # fmt: skip
             check_finite(found.finite)
         except BaseException:
             graphs.leave(self.store)

@@ -207,6 +207,7 @@ class StepGraphs:
         pick: Callable[[torch.Tensor, list[int]], int] | None,
         cancel: threading.Event | None,
         ahead: bool = False,
+        meanwhile: Callable[[], object] = bool,
     ) -> Found:
         """Draft `count` (0 or `most`) tokens after `tokens` and verify them in one pass.
 
@@ -214,6 +215,7 @@ class StepGraphs:
         pick chooses a draft token from logits [V] and the tokens before it; None: the best one.
         ahead, without `pick`: enqueue the next step as well, which drafts as many, up to the same layer.
         It is read by the next call, if this step's verdict is kept whole; else `leave` forgets it.
+        meanwhile: called while the device computes.
         """
         flight, self._flight = self._flight, None
         if flight is None:
@@ -221,13 +223,12 @@ class StepGraphs:
             flight = self._launch(count, cutoff, pick, tokens, cancel)
         assert (count, cutoff) == (flight.count, flight.cutoff)
         if ahead:
-            for event in (
-                flight.verified,
-                self._fetched,
-            ):  # the stream may be another than last time
+            # The stream may be another than last time.
+            for event in (flight.verified, self._fetched):
                 torch.cuda.current_stream().wait_event(event)
             self._advance[count + 1][0].replay()
             self._flight = self._launch(count, cutoff)
+        meanwhile()
         return self._read(flight)
 
     @property

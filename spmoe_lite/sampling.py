@@ -10,8 +10,8 @@ is the same with any draft and with none. Coupling by shared Gumbel noise: Dalir
 "Coupling without Communication and Drafter-Invariant Speculative Decoding", arXiv 2408.07978, section 3.
 
 Order of the filters, as in Hugging Face: penalties, temperature, top-k, top-p, min-p. All of them, and
-the argmax, run where the logits are. A GPU gets the noise and returns two numbers; the host reads
-nothing else of a row and waits once. There the sum over the vocabulary may round otherwise than on the
+the argmax, run where the logits are. A GPU gets the noise, which the host makes while it computes and keeps
+for a while, since draft and target want the same; it returns two numbers a row, and the host waits once. There the sum over the vocabulary may round otherwise than on the
 CPU, so that a token whose better ones hold `top_p` to the last bit may fall on either side.
 """
 
@@ -27,6 +27,9 @@ from spmoe_lite.config import SamplingParams
 from spmoe_lite.errors import SpmoeError
 
 
+KEPT = 16  # positions whose noise is kept: those of one step
+
+
 class Sampler:
     """Chooses tokens for one answer: parameters, and where the prompt ends (penalties look at it)."""
 
@@ -35,18 +38,42 @@ class Sampler:
         self.num_tokens = num_tokens  # ids from here on are padding and never chosen
         self.prompt_length = prompt_length
         self._filters = params.temperature > 0 or _penalizes(params)
+        self._noises: dict[
+            int, torch.Tensor
+        ] = {}  # position -> its noise, where it was wanted last
 
     def pick_row(self, logits: torch.Tensor, context: Sequence[int]) -> int:
         """The token after `context`; logits [V] of any float dtype, filtered where they are."""
+        tokens, finite = self.pick_rows(logits[None], [context])
+        check_finite(finite[0])
+        return tokens[0]
+
+    def pick_rows(
+        self, logits: torch.Tensor, contexts: Sequence[Sequence[int]]
+    ) -> tuple[list[int], list[bool]]:
+        """The token of each row of logits [T, V] after its context, and whether its logits are finite."""
         if not self._filters:
-            return self.pick_greedy(logits[None])[0]
-        row = logits[: self.num_tokens].float()
-        finite = row.max().isfinite()
-        row = self._penalized(row, context)
-        if self.params.temperature > 0:
-            row = _filtered(_tempered(row, self.params.temperature), self.params).double()
-            row += self._noise(len(context)).to(row.device, non_blocking=True)
-        return _read(finite[None], row.argmax()[None])[0]
+            best = logits[:, : self.num_tokens].max(dim=1)
+            return _read(best.indices, best.values.isfinite())
+        tokens, finite = [], []
+        for row, context in zip(logits[:, : self.num_tokens].float(), contexts, strict=True):
+            finite.append(row.max().isfinite())
+            row = self._penalized(row, context)
+            if self.params.temperature > 0:
+                row = _filtered(_tempered(row, self.params.temperature), self.params).double()
+                row = row + self.noise(len(context), row.device)
+            tokens.append(row.argmax())
+        return _read(torch.stack(tokens), torch.stack(finite))
+
+    def noise(self, position: int, device: torch.device) -> torch.Tensor | None:
+        """Gumbel noise [num_tokens] fp64 of one position; None at temperature 0."""
+        if self.params.temperature == 0:
+            return None
+        if position not in self._noises:
+            while len(self._noises) >= KEPT:
+                self._noises.pop(next(iter(self._noises)))
+            self._noises[position] = self._noise(position).to(device, non_blocking=True)
+        return self._noises[position].to(device)
 
     @property
     def greedy(self) -> bool:
@@ -56,10 +83,12 @@ class Sampler:
     def pick_greedy(self, logits: torch.Tensor) -> list[int]:
         """The best token of each row of logits [T, V], found on the device."""
         best = logits[:, : self.num_tokens].max(dim=1)
-        return _read(best.values.isfinite(), best.indices)
+        tokens, finite = _read(best.indices, best.values.isfinite())
+        check_finite(all(finite))
+        return tokens
 
     def _noise(self, position: int) -> torch.Tensor:
-        """Gumbel noise [num_tokens] fp64 in host memory of one position, the same on every machine."""
+        """Made on the host: the same on every machine."""
         key = np.array([self.params.seed % 2**64, position], dtype=np.uint64)
         uniform = np.random.Generator(np.random.Philox(key=key)).random(self.num_tokens)
         with np.errstate(divide="ignore"):  # a uniform of exactly 0 is noise of minus infinity
@@ -138,11 +167,10 @@ def _ids(tokens: Iterable[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(list(tokens), dtype=torch.long).to(device, non_blocking=True)
 
 
-def _read(finite: torch.Tensor, tokens: torch.Tensor) -> list[int]:
-    """tokens [T] on the host, in one copy with whether their rows' best logits are finite [T]."""
-    both: list[list[int]] = torch.stack((finite.long(), tokens)).tolist()
-    check_finite(all(both[0]))
-    return both[1]
+def _read(tokens: torch.Tensor, finite: torch.Tensor) -> tuple[list[int], list[bool]]:
+    """Both [T] on the host, in one copy."""
+    both: list[list[int]] = torch.stack((tokens, finite.long())).tolist()
+    return both[0], [bool(one) for one in both[1]]
 
 
 def check_finite(finite: bool) -> None:

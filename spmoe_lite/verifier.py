@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from spmoe_lite.sampling import Sampler
+from spmoe_lite.sampling import Sampler, check_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,16 @@ def verify(
 ) -> Verdict:
     """logits [N + 1, V] of the target for N proposals after `context`; `best` of each row, if known."""
     assert len(logits) == len(draft_tokens) + 1
-    greedy = (best or sampler.pick_greedy(logits)) if sampler.greedy else None
+    finite = [True] * len(logits)
+    if sampler.greedy:
+        found = best or sampler.pick_greedy(logits)
+    else:  # a row counts only where all proposals before it were agreed to
+        before = [[*context, *draft_tokens[:row]] for row in range(len(logits))]
+        found, finite = sampler.pick_rows(logits, before)
     tokens: list[int] = []
-    for row in range(len(draft_tokens) + 1):
-        so_far = [*context, *tokens]
-        tokens.append(greedy[row] if greedy else sampler.pick_row(logits[row], so_far))
-        if row < len(draft_tokens) and tokens[row] != draft_tokens[row]:
-            return Verdict(tokens, row)
-    return Verdict(tokens, len(draft_tokens))
+    for row, token in enumerate(found):
+        check_finite(finite[row])
+        tokens.append(token)
+        if row < len(draft_tokens) and token != draft_tokens[row]:
+            break
+    return Verdict(tokens, len(tokens) - 1)

@@ -286,3 +286,30 @@ def test_a_gpu_draws_what_the_cpu_draws_and_waits_once(params):
             torch.cuda.set_sync_debug_mode("default")
         assert got == s.pick_row(row, context)
         assert len(said) <= 1, [str(line.message) for line in said]
+
+
+def test_rows_drawn_at_once_are_those_drawn_one_by_one_and_noise_is_made_once(monkeypatch):
+    """Penalties and filters included; the noise of a step's positions is kept, and no more than that."""
+    rows = torch.randn(5, V, generator=torch.Generator().manual_seed(2))
+    context = [[1, 2, 3, *range(i)] for i in range(5)]
+    how = {"temperature": 0.9, "top_k": 12, "top_p": 0.9, "repetition_penalty": 1.3}
+    apart = [sampler(**how).pick_row(row, known) for row, known in zip(rows, context, strict=True)]
+    one, made = sampler(**how), []
+    monkeypatch.setattr(one, "_noise", lambda p, make=one._noise: made.append(p) or make(p))
+    for known in context[:4]:
+        one.pick_row(rows[0], known)  # the draft's turn
+    tokens, finite = one.pick_rows(rows, context)
+    assert tokens == apart and finite == [True] * 5 and made == [3, 4, 5, 6, 7]
+    for position in range(100):
+        one.noise(position, rows.device)
+    assert len(one._noises) == sampling.KEPT
+
+
+def test_a_row_behind_a_rejected_proposal_may_be_anything():
+    rows = torch.randn(3, V, generator=torch.Generator().manual_seed(2))
+    draw = sampler(temperature=0.8)
+    first = draw.pick_row(rows[0], [1])
+    rows[1:] = float("nan")
+    assert verify([first + 1, 2], rows, draw, [1]).tokens == [first]
+    with pytest.raises(SpmoeError, match="non-finite"):
+        verify([first, 2], rows, draw, [1])
