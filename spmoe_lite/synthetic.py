@@ -55,6 +55,7 @@ from spmoe_lite.sampling import Sampler
 from spmoe_lite.verifier import Verdict
 
 SEED = 0
+PREFIX = "spmoe-synthetic-"  # of a pair's folder
 GAIN = 0.3  # of feed-forward matrices: output over input of a product, root mean square; else 1
 ROUTER_GAIN = 1.5
 DISTINCT_BYTES = 2 << 30  # of experts, at least
@@ -181,14 +182,21 @@ def temporary_pair(
     """
     with m.naming(folder, "write"):
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob("synthetic-*"):
+        for left in filter(_is_left, folder.glob(PREFIX + "*")):
             with contextlib.suppress(BusyError), m.locked(left):
                 shutil.rmtree(left, ignore_errors=True)
-        there = tempfile.TemporaryDirectory(
-            prefix="synthetic-", dir=folder, ignore_cleanup_errors=True
-        )
+        there = tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder, ignore_cleanup_errors=True)
     with there as work, m.locked(Path(work)):
         yield write_pair(pair, Path(work), cancel=cancel, on_progress=on_progress)
+
+
+def _is_left(path: Path) -> bool:
+    """Whether a folder holds pairs and nothing else: `--folder` may be where a user keeps other things."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    packs = {name + m.SUFFIX for key, (_, draft) in MODELS.items() for name in (key, draft)}
+    found = {entry.name.removesuffix(m.PARTIAL) for entry in path.iterdir()} - {m.LOCK}
+    return bool(found) and found <= packs
 
 
 def write_pair(

@@ -127,7 +127,7 @@ def test_a_full_disk_and_a_cancel_leave_nothing(tmp_path, monkeypatch):
     ):
         pass
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "new/synthetic-killed/tiny.spmoe").mkdir(parents=True)
+    (tmp_path / f"new/{synthetic.PREFIX}killed/tiny.spmoe.partial").mkdir(parents=True)
     with synthetic.temporary_pair(Pair.of("tiny"), tmp_path / "new") as (target, draft):
         assert target.parent == draft.parent and Pack.open(target).name == "tiny"
         assert list((tmp_path / "new").iterdir()) == [
@@ -136,6 +136,19 @@ def test_a_full_disk_and_a_cancel_leave_nothing(tmp_path, monkeypatch):
         with synthetic.temporary_pair(Pair.of("tiny"), tmp_path / "new"):
             assert Pack.open(target).name == "tiny"  # what another run uses stays
     assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["synthetic-images", synthetic.PREFIX + "images"])
+def test_what_a_user_keeps_where_pairs_are_written_stays(tmp_path, name):
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "1.png").write_text("mine")
+    (tmp_path / (name + ".txt")).write_text("mine")
+    (tmp_path / (name + "-link")).symlink_to(folder)
+    before = sorted(tmp_path.rglob("*"))
+    with synthetic.temporary_pair(Pair.of("tiny"), tmp_path):
+        pass
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def forced(rate, count, start, best=None):
