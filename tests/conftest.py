@@ -7,10 +7,13 @@ Tests marked `gpu` are skipped without a GPU. Tests marked `slow` run too, unles
 `-m "not slow"`; those that need the demo packs take them from where `spmoe-lite demo` left them.
 """
 
+import importlib.util
 import os
+import subprocess
 import sys
 import tempfile
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not HAS_GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+    items.sort(key=is_cross_compiled)  # last: what they look at is made meanwhile
+
+
+def is_cross_compiled(item: pytest.Item) -> bool:
+    return item.path.name == "test_crosscompile.py"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cross_compiling(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[tuple[subprocess.Popen, Path]]]:
+    """Compilers for cards that are not here, started before the first test, each with its output.
+
+    They take minutes of a processor that the tests, one thread of them, leave idle.
+    """
+    started = []
+    if importlib.util.find_spec("triton") and any(map(is_cross_compiled, request.session.items)):
+        folder, script = tmp_path_factory.mktemp("triton"), ROOT / "tests/kernels/crosscompile.py"
+        environment = os.environ | {"TRITON_CACHE_DIR": str(folder / "cache")}
+        environment.pop("TRITON_INTERPRET", None)
+        for cards in (["9.0", "7.5", "8.0"], ["8.6", "8.9", "12.0"]):
+            path, command = folder / cards[0], ["nice", "-n", "19", sys.executable, script, *cards]
+            with path.open("wb") as output:
+                process = subprocess.Popen(command, env=environment, stdout=output)
+            started.append((process, path))
+    yield started
+    for process, _ in started:
+        process.kill()
 
 
 def pytest_unconfigure() -> None:

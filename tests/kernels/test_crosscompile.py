@@ -1,34 +1,23 @@
 """Every shipped tile, compiled for its card on a machine without one (`crosscompile.py`)."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 SHARED_KB = {"7.5": 64, "8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "12.0": 99}
-HALVES = [["9.0", "7.5", "8.0"], ["8.6", "8.9", "12.0"]]  # two processes
+pytestmark = pytest.mark.timeout(900)  # its compilers leave the processor to all others
 PARKED = 96  # bytes: values that ptxas puts aside around a loop, not in it, to fit more programs
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> list[dict]:
+def compiled(cross_compiling) -> list[dict]:
     """One description per kernel and card."""
-    pytest.importorskip("triton", reason="Triton is declared for Linux only")
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    environment.pop("TRITON_INTERPRET", None)
-    script = str(Path(__file__).with_name("crosscompile.py"))
-    started = [
-        subprocess.Popen(
-            [sys.executable, script, *half], env=environment, stdout=subprocess.PIPE, text=True
-        )
-        for half in HALVES
+    if not cross_compiling:
+        pytest.skip("Triton is declared for Linux only")
+    assert [process.wait() for process, _ in cross_compiling] == [0, 0]
+    return [
+        json.loads(line) for _, path in cross_compiling for line in path.read_text().splitlines()
     ]
-    lines = [line for process in started for line in process.communicate()[0].splitlines()]
-    assert [process.returncode for process in started] == [0, 0]
-    return [json.loads(line) for line in lines]
 
 
 def test_every_card_was_compiled_for(compiled):
