@@ -149,9 +149,16 @@ CODES += [("int4-g128z", 384, 128), ("int8-g32", 96, 160), ("int8-g64", 192, 128
 CODES += [("int8-g128", 128, 384)]
 
 
-@pytest.mark.parametrize("kind", ["kernel", "reference"])
-@pytest.mark.parametrize("tokens", [1, 5, 40])
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+# with each dtype, and with each number of tiles; what is left of the product takes the interpreter long
+RUNS = [(dtype, tokens, "reference") for dtype in ("fp32", "fp16") for tokens in (1, 5, 40)]
+RUNS += [("fp32", 1, "kernel"), ("fp16", 5, "kernel"), ("fp16", 40, "kernel")]
+RUNS += [
+    pytest.param(dtype, tokens, "kernel", marks=pytest.mark.gpu)
+    for dtype, tokens in (("fp32", 5), ("fp32", 40), ("fp16", 1))
+]
+
+
+@pytest.mark.parametrize("dtype, tokens, kind", RUNS)
 @pytest.mark.parametrize("scheme, hidden, inner", CODES)
 def test_codes_match_fp64_of_what_they_stand_for(
     scheme, hidden, inner, dtype, tokens, kind, device
@@ -265,8 +272,15 @@ def test_combine_adds_a_residual_as_by_an_addition_of_its_own(dtype, device):
         assert torch.equal(function(partial, weights, residual), want)
 
 
-@pytest.mark.parametrize("scheme, hidden, inner", [("int4-g64z", 64, 704), ("int8-g32", 96, 544)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "scheme, hidden, inner, dtype",
+    [
+        ("int4-g64z", 64, 704, torch.float32),
+        ("int8-g32", 96, 544, torch.float16),
+        pytest.param("int4-g64z", 64, 704, torch.float16, marks=pytest.mark.gpu),
+        pytest.param("int8-g32", 96, 544, torch.float32, marks=pytest.mark.gpu),
+    ],
+)
 def test_segments_of_down_apart_or_in_one_walk_give_equal_bits(
     scheme, hidden, inner, dtype, monkeypatch, device
 ):
