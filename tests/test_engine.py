@@ -601,21 +601,21 @@ def test_close_after_an_answer_nobody_finished(packs):
     assert answer.result.finish_reason == "cancelled"
 
 
-def test_kind_l_o36_twenty_rounds_leave_nothing_behind(tmp_path):
+def test_kind_l_o36_rounds_leave_nothing_behind(tmp_path):
     """Threads 0, files and mappings gone, resident memory steady, the folder can be deleted."""
     hf = tiny.tiny_mixtral(tmp_path / "hf", hidden=256, intermediate=512, layers=4, experts=8)
     target = convert(hf, out=tmp_path / "t.spmoe").path
     draft = tiny.tiny_pack(tmp_path / "d", kind="mistral", layers=4, hidden=256)
     process, threads = psutil.Process(), threading.active_count()
     sizes = []
-    for _ in range(20):
+    for _ in range(8):
         with Engine.load(target, draft, device="cpu", slots=16) as engine:
             engine.generate(PROMPT, max_tokens=6).result
             assert threading.active_count() > threads
         sizes.append(process.memory_info().rss)
         assert threading.active_count() == threads
         assert not any(str(tmp_path) in file.path for file in process.open_files())
-    assert max(sizes) - sizes[1] < 32 << 20
+    assert max(sizes) - sizes[1] < 16 << 20
     if sys.platform == "linux":
         with open("/proc/self/maps", encoding="utf-8") as maps:
             assert str(tmp_path) not in maps.read()
