@@ -321,9 +321,7 @@ def main() -> None:
                     row["bus_floor_ms"], row["cutoff"] = bus, float(cutoff)
                     row["over_bus_floor"] = row["mean"]["wall"] / bus
                     fit = row["mean"]["draft"] * 51.0e6 / pair.layout.stride
-                    row["hidden_share"] = (
-                        row["mean"]["useful"] / fit
-                    )  # of what drafting has time for
+                    row["hidden_share"] = row["mean"]["useful"] / fit  # of what fits in drafting
                     show(f"slots {slots} T={drafts + 1} cutoff {text}", row)
                 del graphs
                 torch.cuda.empty_cache()
