@@ -47,7 +47,7 @@ from spmoe_lite.engine import Engine
 from spmoe_lite.errors import Cancelled, CapacityError, UsageError
 from spmoe_lite.loading import DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS
 from spmoe_lite.manifest import read_manifest
-from spmoe_lite.plan import MIN_SLOTS, Plan
+from spmoe_lite.plan import MIN_SLOTS, Plan, parse_size
 from spmoe_lite.policies import (
     HostDriven,
     NextLayer,
@@ -66,6 +66,7 @@ from spmoe_lite.slab import DeviceSlab, HostSlab, make_slab
 from spmoe_lite.stats import Counters, RunStats
 from spmoe_lite.synthetic import ForcedAcceptance
 from spmoe_lite.timeline import RecordedSlab, Timeline, record, record_captured
+from spmoe_lite.trace import check_link
 
 BASE, GLOBAL, OURS, ALL = "on-demand", "global-lru", "ours", "all-resident"
 SP_MOE = "sp-moe"
@@ -242,6 +243,9 @@ def plan_rows(
             raise UsageError(f"--draft-tokens {n}: 0 to {MAX_DRAFT_TOKENS}, or auto")
         if n and not has_draft:
             raise UsageError(f"--draft-tokens {n}: name the pack that drafts with --draft")
+    for size in vram:
+        if size != "auto":
+            parse_size(size, 1 << 62)
     if slots and len(vram) > 1:
         raise UsageError("--slots and several sizes of --vram: give one or the other")
     for number in slots:
@@ -257,6 +261,17 @@ def plan_rows(
             wanted = [n for n in drafts if n or policy not in DRAFTED]
             found += [Setting(policy, asked, n, size) for n in wanted]
     return list(dict.fromkeys(found))
+
+
+def check_how(copy_path: str, link: float | None, acceptance: float | None) -> None:
+    """UsageError for what no row can be measured with."""
+    if copy_path not in COPY_PATHS:
+        raise UsageError(f"--copy-path {copy_path}: one of {', '.join(COPY_PATHS)}")
+    check_link("--link", link)
+    if link is not None and copy_path == "legacy":
+        raise UsageError(f"--link {link:g}: not with --copy-path legacy")
+    if acceptance is not None:
+        ForcedAcceptance(acceptance)
 
 
 def bench(
@@ -290,10 +305,7 @@ def bench(
         raise UsageError(f"{target.name.removesuffix('.spmoe')} has no experts: nothing is paged")
     if not prompts or max_tokens < 2 or repeats < 2:
         raise UsageError("a prompt, two tokens and two repeats are needed: the first do not count")
-    if copy_path not in COPY_PATHS:
-        raise UsageError(f"--copy-path {copy_path}: one of {', '.join(COPY_PATHS)}")
-    if link is not None and not (link > 0 and copy_path != "legacy"):
-        raise UsageError(f"--link {link:g}: above 0, and not with --copy-path legacy")
+    check_how(copy_path, link, acceptance)
     sizes = [vram] if isinstance(vram, str) else vram
     todo = plan_rows(policies, slots, draft_tokens, experts, draft is not None, sizes)
     path = "host" if link is not None else copy_path

@@ -37,7 +37,7 @@ from spmoe_lite.cli_shared import (
     read_prompt,
     show_log,
 )
-from spmoe_lite.errors import NotFoundError, UsageError
+from spmoe_lite.errors import NotFoundError, SpmoeError, UsageError
 from spmoe_lite.progress import size
 from spmoe_lite.terminal import note
 
@@ -308,13 +308,17 @@ def bench_packs(
     answers. Hits are by unique expert and by access, as in `replay`. STALL is the share of that time in
     which the target waited for experts.
     """
-    from spmoe_lite.bench import POLICIES, USUAL, bench, machine, plan_rows, summary
+    from spmoe_lite.bench import POLICIES, USUAL, bench, check_how, machine, plan_rows, summary
+    from spmoe_lite.chart import draw
+    from spmoe_lite.manifest import write_whole
     from spmoe_lite.prompts import PROMPTS, parse_prompts
 
     texts = parse_prompts(read_prompt(None, prompts), prompts) if prompts else PROMPTS
     for flag, file in {"--json": json, "--svg": svg}.items():
         if file is not None and not file.parent.is_dir():
             raise NotFoundError(f"{flag} {file}: there is no folder {file.parent}")
+        if file is not None and file.is_dir():
+            raise UsageError(f"{flag} {file} is a folder: name a file")
     policies: Sequence[str] = [name for names in policy for name in names] or USUAL
     if "all" in policies:
         policies = POLICIES
@@ -337,6 +341,7 @@ def bench_packs(
         count = pair.target.num_hidden_layers * pair.target.num_local_experts
         amounts = given["slots"], given["draft_tokens"]
         plan_rows(policies, *amounts, count, True, given["vram"])  # before it is written
+        check_how(given["copy_path"], given["link"], given["acceptance"])
     if threads is not None:
         import torch
 
@@ -365,16 +370,21 @@ def bench_packs(
             **given,
         )
     command, where = f"{PROGRAM} {shlex.join(sys.argv[1:])}", machine()
-    if svg is not None:
-        from spmoe_lite.chart import draw
-
-        title = f"{pair_name(target, draft_path)}, on {where['gpu'] or where['cpu']}"
-        svg.write_text(draw(result, title, [command, *_conditions(result)]), encoding="utf-8")
-    if json is not None:
+    made: list[tuple[Path, str]] = []
+    if json is not None and result.rows:
         how: dict[str, Any] = {"command": command, "machine": where}
         how |= {"target": pack_name(target), "draft": pack_name(draft_path) if draft_path else None}
         how |= {"prompts": list(texts), "max_tokens": given["max_tokens"]}
-        json.write_text(json_text({**how, **result.to_dict()}) + "\n", encoding="ascii")
+        made.append((json, json_text({**how, **result.to_dict()}) + "\n"))
+    if svg is not None and result.rows:
+        title = f"{pair_name(target, draft_path)}, on {where['gpu'] or where['cpu']}"
+        made.append((svg, draw(result, title, [command, *_conditions(result)])))
+    failed: list[SpmoeError] = []  # what was measured is shown whatever becomes of the files
+    for file, text in made:
+        try:
+            write_whole(file, text)
+        except SpmoeError as error:
+            failed.append(error)
     if result.rows:
         click.echo(_bench_table(result.rows))
         click.echo(summary(result.rows))
@@ -388,6 +398,10 @@ def bench_packs(
     for row in result.rows:
         if row.error:
             click.echo(f"{NAME}: {row.setting}: {row.error}", err=True)
+    if failed:
+        for other in failed[1:]:
+            click.echo(f"{NAME}: {other}", err=True)
+        raise failed[0]
     if result.interrupted:
         note(f"interrupted; rows measured: {len(result.rows)}")
         return 130
@@ -529,13 +543,12 @@ def replay_trace(
     from dataclasses import asdict
 
     from spmoe_lite.replay import compare
-    from spmoe_lite.trace import MAX_LINK, MIN_LINK, read_trace
+    from spmoe_lite.trace import check_link, read_trace
 
     show_log()
     trace = read_trace(file)
     rate = (trace.header.link or DEFAULT_LINK) if link is None else link
-    if not MIN_LINK <= rate <= MAX_LINK:
-        raise UsageError(f"--link {rate:g}: a rate in GB/s, from {MIN_LINK:g} to {MAX_LINK:g}")
+    check_link("--link", rate)
     with terminal.interruptible() as cancel, terminal.ProgressDisplay() as progress:
         result = compare(
             trace,

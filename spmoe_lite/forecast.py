@@ -39,6 +39,7 @@ from spmoe_lite.predictor import ExpertPredictor
 from spmoe_lite.progress import size
 from spmoe_lite.speed import Costs, Speed, predict
 from spmoe_lite.tokenizer import Tokenizer
+from spmoe_lite.trace import check_link
 
 # Assumed where nothing is measured; docs/performance.md has what machines reach.
 LINK = 25.0  # GB/s: page-locked memory to a GPU, PCIe 4 with 16 lanes
@@ -153,8 +154,7 @@ def forecast(
     """
     drafts = draft_length(draft_tokens).most
     for flag, rate in {"--link": link, "--memory": memory}.items():
-        if rate is not None and not 0 < rate < 1e6:
-            raise UsageError(f"{flag} {rate:g}: a rate in GB/s is needed")
+        check_link(flag, rate)
     if acceptance is not None and not 0 <= acceptance <= 1:
         raise UsageError(f"--acceptance {acceptance:g}: 0 to 1")
     imagined = _is_imagined(device, vram)

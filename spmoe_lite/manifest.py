@@ -594,6 +594,27 @@ def naming(path: Path, verb: str) -> Iterator[None]:
         raise disk_error(error, path, verb) from error
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file under a temporary name and rename it: a full disk leaves what was there before.
+
+    What is no file, such as a pipe, is written to as it is.
+    """
+    data = text.encode("utf-8", "replace")
+    with naming(path, "write"):
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
+        path = path.resolve()  # a link stays one
+        temporary = path.with_name(path.name + PARTIAL)
+        try:
+            temporary.write_bytes(data)
+            temporary.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+
+
 def read_journal(partial: Path) -> dict[str, Any]:
     """What an unfinished conversion recorded; an empty dict where that is missing or unreadable."""
     try:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 
 from spmoe_lite.errors import DamagedError, NotFoundError, SpmoeError, UsageError
+from spmoe_lite.manifest import write_whole
 from spmoe_lite.stats import in_words
 from spmoe_lite.terminal import (
     ProgressDisplay,
@@ -460,13 +461,8 @@ def new_seed() -> int:
 
 
 def save_conversation(path: Path, saved: dict[str, Any]) -> None:
-    """Write JSON under a temporary name and rename it, so that a crash leaves the old file."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(json.dumps(saved, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise SpmoeError(f"cannot write {path}: {error.strerror or error}") from None
+    """Write JSON; a crash or a full disk leaves the old file."""
+    write_whole(path, json.dumps(saved, ensure_ascii=False, indent=1) + "\n")
 
 
 def load_conversation(path: Path) -> dict[str, Any]:

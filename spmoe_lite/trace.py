@@ -76,6 +76,12 @@ class Trace:
     passes: list[Pass]
 
 
+def check_link(flag: str, rate: float | None) -> None:
+    """UsageError for GB/s that no bus and no memory has."""
+    if rate is not None and not MIN_LINK <= rate <= MAX_LINK:
+        raise UsageError(f"{flag} {rate:g}: a rate in GB/s, from {MIN_LINK:g} to {MAX_LINK:g}")
+
+
 class TraceWriter:
     """Appends passes to a new file; gives up, saying so once, when the disk does."""
 

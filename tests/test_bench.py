@@ -1,5 +1,6 @@
 """`bench`: which rows run, what runs become in a row, and the command over tiny packs."""
 
+import errno
 import json
 import threading
 from pathlib import Path
@@ -326,6 +327,30 @@ def test_ctrl_c_prints_the_rows_so_far_and_is_130(found_packs, monkeypatch, caps
     assert json.loads(file.read_text())["interrupted"] is True
 
 
+def test_a_file_that_cannot_be_written_costs_no_row(found_packs, monkeypatch, capsys, tmp_path):
+    file = tmp_path / "old.json"
+    file.write_text("old")
+    args = ["bench", "mix", "--slots", "8", "--json", str(file)]
+
+    def full(path, data):
+        with open(path, "wb") as out:
+            out.write(data[:9])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        assert spmoe(*args) == 4
+    out, err = capsys.readouterr()
+    assert "fastest: " in out and f"disk full: cannot write {file}" in err
+
+    def stopped(*args, **how):
+        raise Cancelled("cancelled")
+
+    monkeypatch.setattr(b, "measure", stopped)
+    assert spmoe(*args) == 130  # before the first row
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+
+
 @pytest.mark.parametrize(
     "args, said",
     [
@@ -335,6 +360,9 @@ def test_ctrl_c_prints_the_rows_so_far_and_is_130(found_packs, monkeypatch, caps
         (["--draft-tokens", "4"], "--draft-tokens 4: name the pack that drafts"),
         (["--repeats", "1"], "--repeats"),
         (["--json", "no/such/x.json"], "--json no/such/x.json: there is no folder"),
+        (["--svg", "."], "--svg . is a folder: name a file"),
+        (["--vram", "1GB,"], "--vram : give a size"),
+        (["--link", "1e-9"], "--link 1e-09: a rate in GB/s, from 1e-06 to 1e+06"),
         (["--acceptance", "0.9"], "--acceptance 0.9: with --synthetic only"),
         (["--layers", "2"], "--layers 2: with --synthetic only"),
         (["--synthetic", "tiny"], "--synthetic tiny brings its own packs: leave out mix"),
@@ -410,6 +438,10 @@ def test_a_synthetic_pair_is_written_measured_drawn_and_deleted(tmp_path, capsys
         (["--policy", "fast"], "--policy fast: one of"),
         (["--slots", "99"], "--slots 99: 2 to 32"),
         (["--layers", "9"], "--layers 9: tiny has 1 to 4"),
+        (["--vram", "much"], "--vram much: give a size"),
+        (["--acceptance", "nan"], "--acceptance nan: 0 to 1"),
+        (["--link", "nan"], "--link nan: a rate in GB/s"),
+        (["--link", "5", "--copy-path", "legacy"], "--link 5: not with --copy-path legacy"),
     ],
 )
 def test_what_is_wrong_is_said_before_a_synthetic_pair_is_written(tmp_path, capsys, given, said):
@@ -480,7 +512,7 @@ def test_a_slower_bus_is_slower_and_driven_by_the_host(packs):
     texts = [[run.token_ids for run in found.rows[0].runs] for found in (slow, legacy)]
     assert texts[0] == texts[1] and legacy.copy_path == "legacy"
     for wrong, said in (
-        ({"link": 0}, "--link 0: above 0"),
+        ({"link": 0}, "--link 0: a rate in GB/s"),
         ({"link": 9, "copy_path": "legacy"}, "--link 9"),
         ({"copy_path": "usb"}, "--copy-path usb: one of auto, host, legacy"),
         ({"acceptance": 2}, "--acceptance 2: 0 to 1"),

@@ -123,6 +123,8 @@ def test_a_pair_that_cannot_be_loaded_is_refused(packs, tmp_path):
     [
         {"link": 0},
         {"link": float("nan")},
+        {"link": 1e-320},
+        {"memory": 1e-320},
         {"memory": -1.0},
         {"memory": float("inf")},
         {"acceptance": 1.5},
