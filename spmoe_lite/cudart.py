@@ -80,6 +80,15 @@ class Cuda:
             synchronize(self._device)
 
 
+def release(driver: Cuda | None, registered: list[int]) -> None:
+    """Unregister these addresses, once the device is done, each taken off the list as it goes."""
+    if driver is not None and registered:
+        driver.synchronize()
+        while registered:
+            driver.unregister(registered[-1])
+            registered.pop()
+
+
 @functools.cache
 def _cudart() -> Any:
     """The CUDA runtime that torch has loaded, found again by its name; OSError if there is none."""

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from spmoe_lite.cudart import Cuda, Refused
+from spmoe_lite.cudart import Cuda, Refused, release
 from spmoe_lite.progress import OnProgress, Progress, check, size
 
 if TYPE_CHECKING:
@@ -177,11 +177,7 @@ class HostMap:
 
 def _release(driver: Cuda | None, registered: list[int], views: dict[int, np.ndarray]) -> None:
     """Take the locks off, once the device is done, and let the mappings go."""
-    if driver is not None and registered:
-        driver.synchronize()
-        while registered:
-            driver.unregister(registered[-1])
-            registered.pop()
+    release(driver, registered)
     views.clear()
 
 

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from spmoe_lite.cudart import Cuda, Refused
+from spmoe_lite.cudart import Cuda, Refused, release
 from spmoe_lite.device import available_bytes
 from spmoe_lite.progress import OnProgress, Progress, check, size
 from spmoe_lite.slots import ExpertKey
@@ -614,9 +614,5 @@ def _release(
 ) -> None:
     """Let the reads end, then the device, take the locks off, and let the memory go."""
     reads.close()
-    if driver is not None and registered:
-        driver.synchronize()
-        while registered:
-            driver.unregister(registered[-1])
-            registered.pop()
+    release(driver, registered)
     buffers.clear()
