@@ -26,7 +26,6 @@ import torch
 from spmoe_lite.config import SamplingParams
 from spmoe_lite.errors import SpmoeError
 
-
 KEPT = 16  # positions whose noise is kept: those of one step
 
 

@@ -21,8 +21,11 @@ LANDING = 2
 @pytest.mark.parametrize("eagerness", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("slots", [2, 3, 6, 12, 24])
 def test_kind_h_o22_kernels_of_a_sweep_read_what_they_asked_for(
-    path, monkeypatch, slots, eagerness
-):  # noqa: F811
+    path,  # noqa: F811
+    monkeypatch,
+    slots,
+    eagerness,
+):
     """On streams as late as they may be, with passes of decoding between; landing slots take turns."""
     with Pack.open(path) as pack:
         gpu = LazyGpu(monkeypatch, eagerness, seed=slots)
