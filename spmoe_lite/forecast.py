@@ -37,7 +37,7 @@ from spmoe_lite.pack import Pack
 from spmoe_lite.plan import ModelSize, Plan, parse_size, plan_pair
 from spmoe_lite.predictor import ExpertPredictor
 from spmoe_lite.progress import size
-from spmoe_lite.speed import Costs, Speed, predict
+from spmoe_lite.speed import Costs, Speed, predict, times_drafts
 from spmoe_lite.tokenizer import Tokenizer
 from spmoe_lite.trace import check_link
 
@@ -248,7 +248,10 @@ class _Machine:
         moe = target.config.is_moe
         read_rate = self._link(link) * 1e9 if moe else 1e9
         if moe and self._profile is not None and self._profile.plain_layer_ms is not None:
-            self._add("a target layer", self._profile.plain_layer_ms, "ms", "by profile")
+            source = "by profile"
+            if drafts and not times_drafts(self._profile):
+                source += " without drafts; checking several, by the bytes it reads more"
+            self._add("a target layer", self._profile.plain_layer_ms, "ms", source)
         if moe and self._profile is not None and self._profile.miss_ratio is not None:
             ratio = self._profile.miss_ratio
             self._add("misses, of those of uniform routing", ratio, "", "by profile")

@@ -10,7 +10,8 @@ A step drafts K tokens, verifies T = K + 1 positions in one pass and writes E[T]
                   not wanted by the same step (docs/log.md, captured steps)
 
 Times are those of a `Profile` where it has them, else the bytes a pass reads over the rate at which the
-device reads them. Uniform routing is the hard case: where texts prefer some experts, less is missed.
+device reads them; where only passes of one row were timed, one of more is longer by the bytes it reads more.
+Uniform routing is the hard case: where texts prefer some experts, less is missed.
 """
 
 from __future__ import annotations
@@ -72,6 +73,9 @@ def predict(
     copy_ms = target.stride / costs.read_rate * 1e3
     if profile is not None and profile.plain_layer_ms is not None:
         pass_ms = layers * _layer_ms(profile, rows)
+        if rows > 1 and not times_drafts(profile):
+            alone = read_seconds(target, 1, costs.product_rates)
+            pass_ms *= read_seconds(target, rows, costs.product_rates) / alone
     else:
         pass_ms = read_seconds(target, rows, costs.product_rates) * 1e3
     token_ms = 0.0
@@ -133,10 +137,16 @@ def acceptance(mean: float, most: int) -> float:
     return (low + high) / 2
 
 
+def times_drafts(profile: Profile) -> bool:
+    """Whether a pass that checks drafts was timed; `profile` without a draft times single rows."""
+    return (profile.verify_rows or 0) > 1
+
+
 def _layer_ms(profile: Profile, rows: int) -> float:
-    """Of a pass of `rows`, on the line through the two that were measured."""
+    """Of a pass of `rows`, on the line through the two that were measured; of one row where only it was."""
     plain, verify = profile.plain_layer_ms, profile.target_layer_ms
     assert plain is not None
-    if rows == 1 or not profile.verify_rows or profile.verify_rows == 1:
+    if rows == 1 or not times_drafts(profile):
         return plain
+    assert profile.verify_rows is not None
     return plain + max(0.0, verify - plain) * (rows - 1) / (profile.verify_rows - 1)

@@ -183,6 +183,17 @@ def test_without_a_profile_a_pass_takes_its_bytes(packs):
     assert step.drafting_ms == pytest.approx(draft.dense_bytes / 1e6) and step.tokens == 2
 
 
+@pytest.mark.parametrize("rows", [None, 0, 1])
+def test_a_profile_without_drafts_does_not_price_checking_them_as_one_row(packs, tmp_path, rows):
+    alone = replace(MEASURED, verify_rows=rows, target_layer_ms=0.25, draft_token_ms=0.0)
+    save_profile(profile_path(["target"], HERE, tmp_path), alone)
+    found = forecast(*packs, device="cpu", home=tmp_path)
+    assert found.plain_speed.pass_ms == pytest.approx(3 * 0.25)
+    assert found.speed.pass_ms > 1.5 * found.plain_speed.pass_ms
+    (layer,) = [figure for figure in found.figures if figure.name == "a target layer"]
+    assert layer.source.startswith("by profile without drafts")
+
+
 def test_acceptance_and_its_mean_are_inverse():
     for a in (0.0, 0.3, 0.95, 1.0):
         assert acceptance(mean_accepted(a, 4), 4) == pytest.approx(a, abs=1e-6)
