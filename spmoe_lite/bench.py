@@ -44,7 +44,7 @@ import torch
 from spmoe_lite import __version__, library
 from spmoe_lite.config import ModelConfig, SamplingParams
 from spmoe_lite.engine import Engine
-from spmoe_lite.errors import Cancelled, CapacityError, UsageError
+from spmoe_lite.errors import Cancelled, SpmoeError, UsageError
 from spmoe_lite.loading import DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS
 from spmoe_lite.manifest import read_manifest
 from spmoe_lite.plan import MIN_SLOTS, Plan, parse_size
@@ -297,8 +297,8 @@ def bench(
     """Measure every setting; `options` go to `Engine.load`, `on_row` gets each row as it ends.
 
     acceptance: forced, for synthetic pairs. copy_path: one of COPY_PATHS. link: GB/s of a slower bus.
-    timelines: record one step of every policy, too. CapacityError where the first row does not fit;
-    later ones are left out. `cancel` ends it with the rows so far.
+    timelines: record one step of every policy, too. Raises what ends the first row, CapacityError where it
+    does not fit; a later one is left out, with the reason. `cancel` ends it with the rows so far.
     """
     experts = library.inspect(target)["experts"]
     if not experts:
@@ -364,14 +364,14 @@ def bench(
                 why = f"all {experts} experts are in slots, nothing is paged: give fewer --slots"
                 result.left_out[f"{asked.policy}, {asked.slots or experts} slots"] = why
             continue
-        except CapacityError as error:
+        except Cancelled:
+            result.interrupted = True
+            break
+        except SpmoeError as error:  # the rows before are worth keeping
             if not first:
                 raise
             result.left_out[str(asked)] = str(error)
             continue
-        except Cancelled:
-            result.interrupted = True
-            break
         setting, first = _got(asked, known["slots"], experts), first or runs
         seen.add(setting)
         said = {"steps": known["steps"], "notices": tuple(known["notices"])}

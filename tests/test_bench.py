@@ -9,7 +9,7 @@ import pytest
 
 from spmoe_lite import bench as b
 from spmoe_lite import cli, library, prompts
-from spmoe_lite.errors import Cancelled, CapacityError, UsageError
+from spmoe_lite.errors import Cancelled, CapacityError, DamagedError, UsageError
 from spmoe_lite.stats import Counters, RunStats
 from tests.tiny import tiny_pack
 
@@ -248,6 +248,19 @@ def test_every_row_is_a_fresh_engine_that_reads_each_prompt_anew(engine):
 def test_what_does_not_fit_at_all_is_the_engine_s_error(engine):
     with pytest.raises(CapacityError, match="too many"):
         measured(slots=[14])
+
+
+def test_a_row_that_fails_costs_no_row_before_it(engine, monkeypatch):
+    load = Engine.load.__func__
+
+    def damaged(cls, *args, **given):
+        if given["policy"] == "global-lru":
+            raise DamagedError("mix.spmoe: layer 3 is damaged")
+        return load(cls, *args, **given)
+
+    monkeypatch.setattr(Engine, "load", classmethod(damaged))
+    found = measured(slots=[8])
+    assert len(found.rows) == 3 and "mix.spmoe: layer 3 is damaged" in found.left_out.values()
 
 
 def test_where_every_expert_fits_all_policies_are_one_row(engine, monkeypatch):
