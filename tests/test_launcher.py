@@ -164,7 +164,7 @@ def test_a_later_start_runs_nothing_but_the_command(ready):
 
 
 def test_a_later_start_costs_little(ready):
-    """At most 60 ms of processor time more than the same command under the environment's Python."""
+    """At most 2.5 times the processor time of the same command under the environment's Python."""
 
     def seconds(*command: str) -> float:
         before = os.times()
@@ -182,10 +182,10 @@ def test_a_later_start_costs_little(ready):
     ]
     launcher = [sys._base_executable, str(ready.folder / "spmoe_lite.py")]
     plain, started = [], []
-    while len(plain) < 7 or (len(plain) < 25 and min(started) - min(plain) >= 0.06):
-        plain.append(seconds(*direct))  # in turn: what else runs here slows both
+    for _ in range(7):  # in turn: what else runs here slows both
+        plain.append(seconds(*direct))
         started.append(seconds(*launcher))
-    assert min(started) - min(plain) < 0.06
+    assert min(started) <= 2.5 * min(plain)
 
 
 def test_settings_of_pip_pass_through_untouched(checkout):
