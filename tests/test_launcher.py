@@ -164,15 +164,15 @@ def test_a_later_start_runs_nothing_but_the_command(ready):
 
 
 def test_a_later_start_costs_little(ready):
-    """At most 2.5 times the processor time of the same command under the environment's Python."""
+    """At most three times the processor time of the same command under the environment's Python."""
+
+    import resource
 
     def seconds(*command: str) -> float:
-        before = os.times()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(command, env=ready.env, check=True, stdout=subprocess.DEVNULL)
-        after = os.times()
-        return (after.children_user + after.children_system) - (
-            before.children_user + before.children_system
-        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     python = str(ready.venv / "bin" / "python")
     direct = [
@@ -185,7 +185,7 @@ def test_a_later_start_costs_little(ready):
     for _ in range(7):  # in turn: what else runs here slows both
         plain.append(seconds(*direct))
         started.append(seconds(*launcher))
-    assert min(started) <= 2.5 * min(plain)
+    assert min(started) <= 3 * min(plain)
 
 
 def test_settings_of_pip_pass_through_untouched(checkout):
