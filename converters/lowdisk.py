@@ -32,7 +32,7 @@ from spmoe_lite.manifest import (
     stored_as,
     write_header,
 )
-from spmoe_lite.pack import PackWriter
+from spmoe_lite.pack_writer import PackWriter
 from spmoe_lite.progress import OnProgress, check
 
 SPOOL = "spool"

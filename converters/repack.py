@@ -88,7 +88,8 @@ from spmoe_lite.manifest import (
     read_manifest,
     stored_as,
 )
-from spmoe_lite.pack import TORCH_DTYPES, Pack, PackWriter, Weight
+from spmoe_lite.pack import TORCH_DTYPES, Pack, Weight
+from spmoe_lite.pack_writer import PackWriter
 from spmoe_lite.progress import OnProgress, Progress
 from spmoe_lite.tokenizer import Tokenizer
 

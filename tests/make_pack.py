@@ -10,7 +10,8 @@ import torch
 
 from spmoe_lite.config import ModelConfig, Rope, scheme_of
 from spmoe_lite.manifest import Dtypes, dense_shapes
-from spmoe_lite.pack import TORCH_DTYPES, PackWriter, Weight
+from spmoe_lite.pack import TORCH_DTYPES, Weight
+from spmoe_lite.pack_writer import PackWriter
 from spmoe_lite.quant import quantize
 
 MOE = ModelConfig(

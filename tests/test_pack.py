@@ -26,6 +26,7 @@ from safetensors import safe_open
 
 from spmoe_lite import manifest as m
 from spmoe_lite import pack as pack_module
+from spmoe_lite import pack_writer
 from spmoe_lite.config import Scheme, matrix_bytes
 from spmoe_lite.errors import (
     BusyError,
@@ -37,8 +38,8 @@ from spmoe_lite.errors import (
     UnsupportedError,
     UsageError,
 )
-from spmoe_lite.manifest import layer_file, locked
-from spmoe_lite.pack import Pack, expert_layout
+from spmoe_lite.manifest import expert_layout, layer_file, locked
+from spmoe_lite.pack import Pack
 from spmoe_lite.quant import QuantizedMatrix, pack_codes, pack_scales, quantize
 from tests.make_pack import DENSE_MODEL, MOE, TEXTS, WIDE, Weights, bits, files_of
 
@@ -795,7 +796,7 @@ def die_at(moment: int) -> None:
         (os, "unlink"),
         (os, "rename"),
         (os, "rmdir"),
-        (pack_module._HashingFile, "write"),
+        (pack_writer._HashingFile, "write"),
     ):
         setattr(owner, name, dying(getattr(owner, name)))
 
@@ -927,7 +928,7 @@ def break_disk(monkeypatch: pytest.MonkeyPatch, at: str, code: int) -> threading
             raise OSError(code, os.strerror(code))
         real(handle)
 
-    monkeypatch.setattr(pack_module, "open", failing_open, raising=False)
+    monkeypatch.setattr(pack_writer, "open", failing_open, raising=False)
     monkeypatch.setattr(os, "fsync", failing_fsync)
     return failing
 
@@ -949,7 +950,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     weights = KINDS["moe"]
     clean = files_of(weights.write(tmp_path / "clean.spmoe"))
-    monkeypatch.setattr(pack_module, "open", short_open, raising=False)
+    monkeypatch.setattr(pack_writer, "open", short_open, raising=False)
     assert files_of(weights.write(tmp_path / "a.spmoe")) == clean
 
 
