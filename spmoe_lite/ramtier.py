@@ -217,6 +217,7 @@ class RamTier:
             self.close()
             raise
         self._lock = threading.Lock()
+        self._saved = threading.Condition(self._lock)
         self._places = Places(len(self._rows), last_used)
         self._reading: dict[ExpertKey, _Read] = {}
         self._last_read: list[_Read | None] = [None] * len(self._rows)  # of each place
@@ -248,20 +249,14 @@ class RamTier:
         """
         if victim is not None:
             self._keep(victim, slot, key)
-        found, read, place = True, None, None
+        place, read = self._hold(key, go_on)
+        found = place is not None and read is None
         try:
-            with self._lock:
-                found = self._places.is_filled(key)
-                place = self._places.place(key)
-                if place is not None:
-                    self._places.held[key] = key
-                    read = self._reading.get(key)
             if place is None:
                 read = self._start(key, key, urgent)
                 if read is None:
                     return False
-            place = read.place if read is not None else place
-            assert place is not None
+                place = read.place
             self._last_copy[place] = _UNKNOWN
             pieces = self._pieces(place, read, go_on, urgent)
             event = self._slab.fill_pieces(slot, pieces, patient=not urgent)
@@ -377,6 +372,23 @@ class RamTier:
                 self._counters.disk_bytes += count
             yield start, address + start, count
 
+    def _hold(self, key: ExpertKey, go_on: Callable[[], object]) -> tuple[int | None, _Read | None]:
+        """The place of an expert, held for its fill, and the read that is still filling it.
+
+        One that another thread is saving from its slot is waited for: a copy from its place must be
+        ordered after the one to it.
+        """
+        while True:
+            with self._lock:
+                place, read = self._places.place(key), self._reading.get(key)
+                if place is None:
+                    return None, None
+                if read is not None or self._places.is_filled(key):
+                    self._places.held[key] = key
+                    return place, read
+                self._saved.wait(LOOK_SECONDS)
+            go_on()
+
     def _keep(self, victim: ExpertKey, slot: int, holder: ExpertKey) -> None:
         """Have an expert that leaves its slot in a place, unless all there were used since it was."""
         with self._lock:
@@ -405,6 +417,7 @@ class RamTier:
             self._places.lost_slot(victim)
             self._places.release(victim)
             self._counters.ram_returns += 1
+            self._saved.notify_all()
 
     def _give_up(self, key: ExpertKey) -> None:
         """Let go of a key; a place that is not filled is free again."""

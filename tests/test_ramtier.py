@@ -332,6 +332,49 @@ def test_kind_h_o22_no_copy_is_overtaken(pack, parts, monkeypatch, eagerness, sl
     store.tier.close()
 
 
+def test_an_expert_wanted_while_it_is_saved_is_copied_after_that(pack, monkeypatch):
+    """One thread evicts it for another expert, the other asks for it again before its save is ordered."""
+    gpu = LazyGpu(monkeypatch)
+    store = make_store(pack, 2, 4, lazy=True)
+    tier, run = store.tier, Run(pack, store, gpu)
+    wanted, evictor, saving, go = (0, 0), (0, 1), threading.Event(), threading.Event()
+    assert tier.fill(wanted, 0, None, lambda: None, urgent=True)
+    with tier._lock:
+        tier._places.drop(wanted)  # as one that has a slot goes first
+    save = store._slab.save
+
+    def slowly(*args):
+        saving.set()
+        assert go.wait(20)
+        return save(*args)
+
+    monkeypatch.setattr(store._slab, "save", slowly)
+    looks = []
+
+    def late():
+        looks.append(1)
+        if len(looks) == 2:
+            raise LookupError
+
+    thread = threading.Thread(
+        target=tier.fill, args=(evictor, 0, wanted, lambda: None), kwargs={"urgent": False}
+    )
+    thread.start()
+    assert saving.wait(20)
+    with pytest.raises(LookupError):  # given up while it waits: the save goes on
+        tier.fill(wanted, 1, None, late, urgent=False)
+    threading.Timer(0.2, go.set).start()
+    assert tier.fill(wanted, 1, None, lambda: None, urgent=True)
+    thread.join()
+    run.check_places()
+    for slot, key in enumerate((evictor, wanted)):
+        run.read(*key, store._slab.address(slot))
+    run.check_places()
+    assert store.counters.ram_returns == 1 and tier._places.is_filled(wanted)
+    assert tier._places.held == {} and tier._places._doubles.keys() == {wanted, evictor}
+    store.tier.close()
+
+
 def test_where_vram_and_ram_hold_the_pack_nothing_is_read_twice(pack, monkeypatch):
     gpu = LazyGpu(monkeypatch)
     store = make_store(pack, 9, 17, lazy=True)
