@@ -5,6 +5,9 @@ with the target's own attention and embedding and feed-forward parts so small th
 target's experts. Experts in host memory are views of fewer distinct ones, more bytes than the last-level
 cache holds. Acceptance is forced: of each step a number of proposals drawn from the rate asked for. What
 runs is the engine's captured steps (`spmoe_lite/graphs.py`) over its tables; the Engine itself does not.
+
+Every run takes the same steps: what the target's routers choose must not depend on where experts lie, and
+is compared. A last run per number of slots has a predictor that was told what the run before it found.
 """
 
 import argparse
@@ -17,12 +20,12 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from benchmarks.kernel_data import DEVICE, layout
 from spmoe_lite import synthetic, timing
 from spmoe_lite.config import matrix_bytes
-from spmoe_lite.cutoff import Profile, cutoff_layer, expected_copies
 from spmoe_lite.graphs import StepGraphs
 from spmoe_lite.kernels.residency import Tables
 from spmoe_lite.kvcache import KVCache
@@ -33,6 +36,7 @@ from spmoe_lite.slots import SlotTable
 HIDDEN, INNER, VOCAB, EXPERTS, CHOICES = 4096, 14336, 32000, 8, 2
 CODES, HEAD = "int4-g64z", "int8-g64"
 CONTEXT, CAPACITY = 1024, 4096
+WARM = 12  # steps before those that count: the slots fill, LRU settles
 
 
 def weight(dtype: str, rows: int, columns: int):
@@ -105,6 +109,26 @@ class NoSource:
     """Captured steps bring their own source of experts."""
 
 
+class Told:
+    """A predictor that is right: each draft pass gets what the target will choose for its row."""
+
+    def __init__(self, layers: int, drafts: int):
+        self._pass = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+        self._chosen = torch.zeros(drafts, layers, CHOICES, dtype=torch.int32, device=DEVICE)
+
+    def tell(self, trace: np.ndarray) -> None:
+        """trace [L, K + 1, k]: what the next step will choose."""
+        self._pass.fill_(-1)
+        drafts = len(self._chosen)
+        self._chosen.copy_(torch.from_numpy(trace[:, :drafts].swapaxes(0, 1).copy()))
+
+    def choose(self, layer: int, state: torch.Tensor) -> torch.Tensor:
+        """As `ExpertPredictor.choose`; the layers of a pass come in order."""
+        if layer == 0:
+            self._pass.add_(1).remainder_(len(self._chosen))
+        return self._chosen.index_select(0, self._pass)[:, layer]
+
+
 class Store:
     """What `StepGraphs.enter` asks of the engine's store."""
 
@@ -137,9 +161,10 @@ def parts(one) -> tuple[torch.Tensor, ...]:
     return (one,) if isinstance(one, torch.Tensor) else one.tensors()
 
 
-def build(pair: Pair, slots: int, drafts: int, ahead: bool, drafting: bool = True):
-    """(graphs, store) with `slots` experts in VRAM."""
+def build(pair: Pair, slots: int, drafts: int, predictor: ExpertPredictor | Told | None):
+    """Captured steps with `slots` experts in VRAM; `predictor` says what to copy ahead."""
     every = pair.layers * EXPERTS
+    torch.manual_seed(0)  # the same keys and values for every run
     target_kv, draft_kv = pair.caches()
     resident, tables, store = {}, None, None
     slab = torch.empty(slots, pair.layout.stride, dtype=torch.uint8, device=DEVICE)
@@ -160,12 +185,12 @@ def build(pair: Pair, slots: int, drafts: int, ahead: bool, drafting: bool = Tru
     graphs = StepGraphs(
         pair.target,
         target_kv,
-        pair.draft if drafting else None,
-        draft_kv if drafting else None,
+        pair.draft,
+        draft_kv,
         resident=resident,
         tables=tables,
         stride=pair.layout.stride,
-        predictor=ExpertPredictor(pair.target, CHOICES) if ahead else None,
+        predictor=predictor,
         most=drafts,
         num_tokens=VOCAB,
     )
@@ -178,13 +203,26 @@ def build(pair: Pair, slots: int, drafts: int, ahead: bool, drafting: bool = Tru
 
 
 def run(
-    pair: Pair, graphs: StepGraphs, count: int, cutoff: int, accept: float, steps: int, warm: int
+    pair: Pair,
+    graphs: StepGraphs,
+    count: int,
+    cutoff: int,
+    accept: float,
+    steps: int,
+    traces: list[np.ndarray],
+    told: Told | None = None,
 ) -> dict:
-    """Steps of `count` drafts; medians in ms, and what crossed the bus."""
+    """WARM and `steps` steps of `count` drafts; medians in ms, and what crossed the bus.
+
+    traces: what an earlier run's steps chose, or an empty list that gets it.
+    """
+    known = bool(traces)
     draw = random.Random(1)
     tokens = [draw.randrange(VOCAB) for _ in range(CONTEXT)]
     rows, position = [], CONTEXT
-    for i in range(warm + steps):
+    for i in range(WARM + steps):
+        if told is not None:
+            told.tell(traces[i])
         begun = time.perf_counter()
         found = graphs.step(tokens, count, cutoff, None, None)
         taken = 0
@@ -193,7 +231,11 @@ def run(
         graphs.keep(taken + 1, position)
         position += taken + 1
         tokens = tokens[taken + 1 :] + found.proposal[:taken] + [found.tokens[taken]]  # one length
-        if i >= warm:
+        if known:
+            assert (found.trace == traces[i]).all(), f"step {i} chose other experts than before"
+        else:
+            traces.append(found.trace)
+        if i >= WARM:
             missed = 0 if found.missed is None else int(found.missed.sum())
             fetched = [] if found.fetched is None else found.fetched.tolist()
             used = [{e for row in layer for e in row} for layer in found.trace.tolist()]
@@ -221,17 +263,17 @@ def run(
     }
 
 
-def run_ahead(graphs: StepGraphs, count: int, steps: int, warm: int) -> dict:
+def run_ahead(graphs: StepGraphs, count: int, steps: int) -> dict:
     """Steps enqueued before the one before was read: ms from report to report, and of it on the GPU."""
     draw = random.Random(1)
     tokens = [draw.randrange(VOCAB) for _ in range(CONTEXT)]
     wall, busy, begun = [], [], time.perf_counter()
-    for i in range(warm + steps):
-        found = graphs.step(tokens, count, 0, None, None, i < warm + steps - 1)
+    for i in range(WARM + steps):
+        found = graphs.step(tokens, count, 0, None, None, i < WARM + steps - 1)
         begun, before = time.perf_counter(), begun
         wall.append((begun - before) * 1e3)
         busy.append(found.draft_ms + found.verify_ms)
-    return {"wall": statistics.median(wall[warm:]), "gpu": statistics.median(busy[warm:])}
+    return {"wall": statistics.median(wall[WARM:]), "gpu": statistics.median(busy[WARM:])}
 
 
 def ceilings(pair: Pair) -> dict:
@@ -256,7 +298,7 @@ def main() -> None:
     parser.add_argument("--slots", default="128,64")
     parser.add_argument("--draft-tokens", type=int, default=4)
     parser.add_argument("--acceptance", type=float, default=0.9)
-    parser.add_argument("--cutoffs", default="0,auto")
+    parser.add_argument("--cutoffs", default="1,2")
     parser.add_argument("--distinct", type=int, default=24)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--skip", default="", help="parts to leave out: resident, slots")
@@ -281,10 +323,11 @@ def main() -> None:
             results[name] = row
             print(name, json.dumps(rounded(row)), flush=True)
 
+        traces: dict[int, list[np.ndarray]] = {0: [], drafts: []}
         if "resident" not in args.skip:
-            graphs = build(pair, args.layers * EXPERTS, drafts, False)
+            graphs = build(pair, args.layers * EXPERTS, drafts, None)
             for count in (0, drafts):
-                row = run(pair, graphs, count, 0, args.acceptance, args.steps, 5)
+                row = run(pair, graphs, count, 0, args.acceptance, args.steps, traces[count])
                 union = row["mean"]["union"] * pair.layout.stride
                 floor = (dense_bytes(pair.target) + union) / hbm
                 row["verify_over_roofline"] = row["median_ms"]["verify"] / floor
@@ -293,36 +336,28 @@ def main() -> None:
                         row["median_ms"]["draft"] / count / (pair.bytes["draft"] / hbm)
                     )
                 show(f"resident T={count + 1}", row)
-                ahead = run_ahead(graphs, count, args.steps, 5)
-                show(f"resident T={count + 1}, enqueued ahead", ahead)
+                show(
+                    f"resident T={count + 1}, enqueued ahead", run_ahead(graphs, count, args.steps)
+                )
             del graphs
             torch.cuda.empty_cache()
+        told = Told(args.layers, drafts)
+        predictors = {"": None, "draft's": ExpertPredictor(pair.target, CHOICES), "perfect": told}
         for slots in map(int, args.slots.split(",")) if "slots" not in args.skip else ():
-            for ahead in (False, True):
-                graphs = build(pair, slots, drafts, ahead)
-                for text in args.cutoffs.split(",") if ahead else ["0"]:
-                    if ahead and text == "0":
-                        continue
-                    if text == "auto":
-                        copy_ms = pair.layout.stride / 51e6
-                        cutoff = cutoff_layer(
-                            Profile(copy_ms, 2.0, 0.15),
-                            num_layers=args.layers,
-                            num_draft_tokens=drafts,
-                            copies_per_layer=expected_copies(
-                                EXPERTS, CHOICES, drafts, slots / args.layers / EXPERTS
-                            ),
-                            free_slots=slots,
-                        )
-                    else:
-                        cutoff = int(text)
-                    row = run(pair, graphs, drafts, cutoff, args.acceptance, args.steps, 12)
+            for name, predictor in predictors.items():
+                graphs = build(pair, slots, drafts, predictor)
+                for cutoff in map(int, args.cutoffs.split(",")) if predictor else [0]:
+                    row = run(
+                        pair, graphs, drafts, cutoff, args.acceptance, args.steps, traces[drafts],
+                        told if predictor is told else None,
+                    )  # fmt: skip
                     bus = row["step_bytes"] / 51.0e6
-                    row["bus_floor_ms"], row["cutoff"] = bus, float(cutoff)
+                    row["bus_floor_ms"] = bus
                     row["over_bus_floor"] = row["mean"]["wall"] / bus
                     fit = row["mean"]["draft"] * 51.0e6 / pair.layout.stride
                     row["hidden_share"] = row["mean"]["useful"] / fit  # of what fits in drafting
-                    show(f"slots {slots} T={drafts + 1} cutoff {text}", row)
+                    how = f"{name} predictor, cutoff {cutoff}" if name else "no copies ahead"
+                    show(f"slots {slots} T={drafts + 1}, {how}", row)
                 del graphs
                 torch.cuda.empty_cache()
     if args.json:
