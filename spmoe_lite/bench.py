@@ -44,7 +44,7 @@ import torch
 from spmoe_lite import __version__, library
 from spmoe_lite.config import ModelConfig, SamplingParams
 from spmoe_lite.engine import Engine
-from spmoe_lite.errors import Cancelled, SpmoeError, UsageError
+from spmoe_lite.errors import Cancelled, CapacityError, SpmoeError, UsageError
 from spmoe_lite.loading import DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS
 from spmoe_lite.manifest import read_manifest
 from spmoe_lite.plan import MIN_SLOTS, Plan, parse_size
@@ -516,10 +516,13 @@ def measure(
             for kv in filter(None, (session.target_kv, session.draft_kv)):
                 kv.truncate(0)  # a prompt met again is read again
             started = time.perf_counter()
-            if engine.template is None:
-                answer = engine.generate(prompt, **how)
-            else:
-                answer = engine.chat([{"role": "user", "content": prompt}], **how)
+            try:
+                if engine.template is None:
+                    answer = engine.generate(prompt, **how)
+                else:
+                    answer = engine.chat([{"role": "user", "content": prompt}], **how)
+            except CapacityError as error:
+                raise CapacityError(f"prompt {number + 1}: {error}") from error
             next(answer, None)
             first, before = time.perf_counter(), engine.counters.copy()
             result = answer.result

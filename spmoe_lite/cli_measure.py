@@ -342,6 +342,7 @@ def bench_packs(
         amounts = given["slots"], given["draft_tokens"]
         plan_rows(policies, *amounts, count, True, given["vram"])  # before it is written
         check_how(given["copy_path"], given["link"], given["acceptance"])
+        pair.check_prompts(texts, given["ctx_size"])
     if threads is not None:
         import torch
 

@@ -50,6 +50,7 @@ from spmoe_lite.errors import BusyError, CapacityError, UsageError
 from spmoe_lite.manifest import Dtypes, dense_shapes, expert_layout
 from spmoe_lite.pack import TORCH_DTYPES, Weight, view_weight
 from spmoe_lite.pack_writer import PackWriter
+from spmoe_lite.plan import DEFAULT_CONTEXT
 from spmoe_lite.progress import OnProgress, Progress, check
 from spmoe_lite.quant import QuantizedMatrix
 from spmoe_lite.sampling import Sampler
@@ -141,6 +142,16 @@ class Pair:
         layer = _stride(target, dtypes) * target.num_local_experts
         distinct = min(target.num_hidden_layers, -(-DISTINCT_BYTES // layer))
         return cls(target, draft, dtypes, (name, draft_name), distinct)
+
+    def check_prompts(self, prompts: Sequence[str], ctx_size: int | None) -> None:
+        """CapacityError for one that leaves no room in the context: every byte will be a token."""
+        context = ctx_size or min(DEFAULT_CONTEXT, self.target.max_position_embeddings)
+        for number, text in enumerate(prompts, 1):
+            if (count := len(text.encode())) >= context:
+                raise CapacityError(
+                    f"prompt {number} has {count} tokens for a synthetic pair, a token each byte, the "
+                    f"context {context}: shorten it or raise --ctx-size"
+                )
 
     @property
     def expert_bytes(self) -> int:

@@ -462,6 +462,17 @@ def test_what_is_wrong_is_said_before_a_synthetic_pair_is_written(tmp_path, caps
     assert said in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
+def test_a_prompt_without_room_is_named(packs, tmp_path, capsys):
+    texts = tmp_path / "texts.txt"
+    texts.write_text("short\n" + "long " * 30 + "\n")
+    given = "--prompts", str(texts), "--ctx-size", "100"
+    assert spmoe("bench", "--synthetic", "tiny", "--folder", str(tmp_path), *given) != 0
+    err = capsys.readouterr().err
+    assert "prompt 2 has 150 tokens" in err and list(tmp_path.iterdir()) == [texts]
+    with pytest.raises(CapacityError, match="^prompt 2: the prompt has .* tokens, the context 40"):
+        b.bench(*map(Path, packs), prompts=["a", "long " * 30], ctx_size=40, device="cpu")
+
+
 def test_every_policy_writes_the_same_text_and_draws_its_step(packs):
     found = b.bench(
         *map(Path, packs),
