@@ -9,6 +9,7 @@ for tests that need a process and a terminal of their own; packs are plain folde
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -125,11 +126,14 @@ class Engine:
 
     def _pieces(self, text: str, seen: Any, cancel: Any) -> Any:
         if text.startswith("stuck"):
+            print("stuck at work", file=sys.stderr, flush=True)
             while not cancel.is_set():
                 time.sleep(0.01)
             yield ""
         elif text.startswith("slow"):
             for i in range(1000):
+                if i == 6 and "SIGINT" in text:
+                    signal.raise_signal(signal.SIGINT)
                 yield f"{i} "
                 time.sleep(0.005)
         elif text.startswith("control"):

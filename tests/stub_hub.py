@@ -23,7 +23,7 @@ import os
 import socket
 import struct
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ class Fault:
     short: int = -1  # claim to be complete after that many bytes
     flip: bool = False  # one wrong bit in the body
     wait: threading.Event | None = None  # send nothing after `after` bytes until this is set
+    begun: threading.Event = field(default_factory=threading.Event)  # it has begun to wait
 
 
 class StubHub:
@@ -100,10 +101,11 @@ class StubHub:
 
     def drop(
         self, part: str, *, after: int, times: int = 1, reset: bool = False, stall: bool = False
-    ) -> None:
+    ) -> Fault:
         """End the connection after so many bytes (or, with `stall`, fall silent until the stub ends)."""
         wait = threading.Event() if stall else None
         self.faults.append(Fault(part, times, after=after, reset=reset, wait=wait))
+        return self.faults[-1]
 
     def fail(
         self, part: str, status: int, *, times: int = 10**9, body: bytes = b"", **headers: str
@@ -329,6 +331,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body[: fault.after])
         self.wfile.flush()
         if fault.wait is not None:
+            fault.begun.set()
             fault.wait.wait()
         if fault.reset:
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

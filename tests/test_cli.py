@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -125,18 +124,19 @@ def test_help_needs_nothing_but_click():
 @pytest.mark.skipif(os.name == "nt", reason="no processor time of children")
 def test_help_takes_about_as_long_as_click():
     """Aim: twice `import click`, in processor time, so that a busy machine does not matter."""
+    import resource
 
-    def cost(*command: str) -> float:
-        before = os.times()
-        for _ in range(8):
-            subprocess.run(
-                [sys.executable, *command], stdout=subprocess.DEVNULL, cwd=ROOT, check=True
-            )
-        after = os.times()
-        return sum(after[2:4]) - sum(before[2:4])
+    def seconds(*command: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, cwd=ROOT, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    help_seconds, click_seconds = cost("-m", "spmoe_lite", "--help"), cost("-c", "import click")
-    assert help_seconds < 2.5 * click_seconds
+    shown, click = [], []
+    for _ in range(8):  # in turn: what else runs here slows both
+        shown.append(seconds("-m", "spmoe_lite", "--help"))
+        click.append(seconds("-c", "import click"))
+    assert min(shown) < 2.5 * min(click)
 
 
 def test_version_names_all_that_matters(capsys):
@@ -245,21 +245,16 @@ def test_ctrl_c_is_130_without_a_traceback(monkeypatch, capsys):
 
 @pytest.mark.skipif(os.name == "nt", reason="SIGINT and sh")
 def test_ctrl_c_during_an_answer_keeps_what_there_is(tmp_path):
-    child = subprocess.Popen(
-        [*FAKE, "run", "mix", "-p", "slow", "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+    done = subprocess.run(
+        [*FAKE, "run", "mix", "-p", "slow, then SIGINT", "--json"],
+        capture_output=True,
+        timeout=100,
         env=environment(tmp_path),
     )
-    while b"slots" not in (line := child.stderr.readline()):
-        assert line, "it ended"
-    time.sleep(0.3)
-    child.send_signal(2)
-    out, err = child.communicate(timeout=20)
-    assert child.returncode == 130
-    found = json.loads(out)
-    assert found["finish_reason"] == "cancelled" and found["text"].startswith("0 1 2")
-    assert b"Traceback" not in err
+    assert done.returncode == 130
+    found = json.loads(done.stdout)
+    assert found["finish_reason"] == "cancelled" and found["text"].startswith("0 1 2 3 4 5")
+    assert b"Traceback" not in done.stderr
 
 
 @pytest.mark.skipif(os.name == "nt", reason="sh")
@@ -268,7 +263,7 @@ def test_a_closed_pipe_is_quiet(tmp_path):
     done = subprocess.run(
         ["sh", "-c", f"{command} | head -c 3"],
         capture_output=True,
-        timeout=30,
+        timeout=100,
         env=environment(tmp_path),
     )
     assert done.stdout == b"0 1"

@@ -232,12 +232,17 @@ def test_what_cannot_be_converted_is_refused_before_a_shard_moves(
 
 def test_cancel_in_mid_download(hub: StubHub, wanted: dict[str, str]) -> None:
     cancel = threading.Event()
-    hub.drop(SHARDS[1] + " GET", after=10_000, stall=True)
-    threading.Timer(0.6, cancel.set).start()
+    stall = hub.drop(SHARDS[1] + " GET", after=10_000, stall=True)
+
+    def stop() -> None:
+        stall.begun.wait(60)
+        cancel.set()
+
+    threading.Thread(target=stop).start()
     with pytest.raises(Cancelled):
         convert("acme/tmix", cancel=cancel)
     assert leftovers() == []
-    hub.faults[0].wait.set()  # type: ignore[union-attr]
+    stall.wait.set()  # type: ignore[union-attr]
     assert contents(convert("acme/tmix").path) == wanted
 
 

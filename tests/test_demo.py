@@ -306,14 +306,18 @@ def test_pip_that_fails_is_one_line_with_the_alternative(tmp_path, pip):
 
 @pytest.mark.skipif(os.name == "nt", reason="the stand-in is a script with a first line")
 def test_cancel_ends_pip(tmp_path, pip):
-    pip(f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)")
+    pid = tmp_path / "pid"
+    pip(f"pathlib.Path({str(pid)!r}).write_text(str(os.getpid()) + '.'); time.sleep(60)")
     cancel = threading.Event()
-    threading.Timer(0.8, cancel.set).start()
+
+    def on_progress(progress) -> None:
+        if pid.exists() and pid.read_text(encoding="utf-8").endswith("."):
+            cancel.set()
+
     with pytest.raises(Cancelled):
-        demo.prepare(tmp_path / "home", cancel=cancel)
-    if (tmp_path / "pid").exists():
-        with pytest.raises(ProcessLookupError):
-            os.kill(int((tmp_path / "pid").read_text(encoding="utf-8")), 0)
+        demo.prepare(tmp_path / "home", cancel=cancel, on_progress=on_progress)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text(encoding="utf-8")[:-1]), 0)
 
 
 def test_without_network_the_users_pip_settings_decide(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """The checkout's door, spmoe_lite.py: set-up at the first start, nothing but the command afterwards.
 
 Most tests start the real script in a small copy of a checkout whose `venv` and `pip` are stand-ins
-found through PYTHONPATH: they write down how they were called and can sleep or fail. One test makes a
+found through PYTHONPATH: they write down how they were called and can wait or fail. One test makes a
 real environment with the real pip, from a project without requirements.
 """
 
@@ -46,7 +46,10 @@ settings = {name: value for name, value in os.environ.items() if name.startswith
 with open(os.environ["STUB_LOG"], "a") as log:
     print(json.dumps(["pip", *sys.argv[1:], settings]), file=log)
 print("pip was here", flush=True)
-time.sleep(float(os.environ.get("STUB_PIP_SECONDS", 0)))
+for _ in range(6000):  # a minute at most
+    if os.path.exists(os.environ.get("STUB_PIP_UNTIL", "/")):
+        break
+    time.sleep(0.01)
 with open(os.environ["STUB_LOG"], "a") as log:
     print(json.dumps(["pip ends"]), file=log)
 sys.exit("no network" if os.environ.get("STUB_PIP") == "fails" else 0)
@@ -122,7 +125,7 @@ class Checkout:
         return [line for line in lines if line[0] in (names or ("venv", "pip"))]
 
     def wait_for(self, name: str) -> None:
-        for _ in range(600):
+        for _ in range(3000):
             if self.log.exists() and json.dumps([name])[:-1] in self.log.read_text():
                 return
             time.sleep(0.02)
@@ -255,20 +258,21 @@ def test_a_copied_checkout_updates_its_own_environment(ready, tmp_path):
     assert ready.calls() == [], "the original is as it was"
 
 
-def test_two_starts_at_once_set_up_once(checkout):
-    first = checkout.popen(STUB_PIP_SECONDS="0.5")
+def test_two_starts_at_once_set_up_once(checkout, tmp_path):
+    first = checkout.popen(STUB_PIP_UNTIL=str(tmp_path / "go"))
     checkout.wait_for("pip")
     second = checkout.popen()
+    assert "waiting" in second.stderr.readline()
+    (tmp_path / "go").touch()
     for process in (first, second):
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
         assert Path(json.loads(out)["prefix"]) == checkout.venv
-    assert "waiting" in err
     assert [call[0] for call in checkout.calls()] == ["venv", "pip"]
 
 
 def test_a_kill_in_mid_setup_is_noticed(checkout):
-    process = checkout.popen(STUB_PIP_SECONDS="30")
+    process = checkout.popen(STUB_PIP_UNTIL="never")
     checkout.wait_for("pip")
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
@@ -277,19 +281,22 @@ def test_a_kill_in_mid_setup_is_noticed(checkout):
     assert [call[0] for call in checkout.calls()] == ["venv", "pip"]
 
 
-def test_a_pip_that_outlives_its_launcher_is_waited_for(checkout):
-    process = checkout.popen(STUB_PIP_SECONDS="0.7")
+def test_a_pip_that_outlives_its_launcher_is_waited_for(checkout, tmp_path):
+    process = checkout.popen(STUB_PIP_UNTIL=str(tmp_path / "go"))
     checkout.wait_for("pip")
     process.kill()  # the launcher alone
-    result = checkout.start()
+    second = checkout.popen()
+    assert "waiting" in second.stderr.readline()
+    (tmp_path / "go").touch()
+    second.communicate(timeout=60)
     process.communicate()
-    assert result.returncode == 0 and "waiting" in result.stderr
+    assert second.returncode == 0
     names = [call[0] for call in checkout.calls("venv", "pip", "pip ends")]
     assert names == ["venv", "pip", "pip ends", "venv", "pip", "pip ends"]
 
 
 def test_ctrl_c_in_mid_setup_ends_in_one_line(checkout):
-    process = checkout.popen(STUB_PIP_SECONDS="30")
+    process = checkout.popen(STUB_PIP_UNTIL="never")
     checkout.wait_for("pip")
     os.killpg(process.pid, signal.SIGINT)
     err = process.communicate(timeout=60)[1]

@@ -56,7 +56,7 @@ class Screen:
         self.raw += data.decode("utf-8", "replace")
         return bool(data)
 
-    def wait_for(self, text: str, seconds: float = 15.0) -> str:
+    def wait_for(self, text: str, seconds: float = 60.0) -> str:
         """What was written since the last call, up to and with `text`, without escape sequences."""
         deadline = time.monotonic() + seconds
         while True:
@@ -76,7 +76,7 @@ class Screen:
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
 
-    def exit_code(self, seconds: float = 15.0) -> int:
+    def exit_code(self, seconds: float = 60.0) -> int:
         deadline = time.monotonic() + seconds
         while self._read(deadline):
             pass
@@ -118,7 +118,7 @@ def chat(lines: str, home: Path, *arguments: str, **extra: str) -> subprocess.Co
         [*FAKE, "chat", "mix", *arguments],
         input=lines.encode(),
         capture_output=True,
-        timeout=30,
+        timeout=100,
         env=environment(home, **extra),
     )
 
@@ -211,8 +211,7 @@ def test_a_question_stopped_before_the_first_word_can_be_asked_again(screen):
     child.wait_for(">>>")
     for line in ("stuck", "/regen"):
         child.type(f"{line}\r")
-        child.wait_for(line)
-        time.sleep(0.3)  # nothing on the screen says that the engine has begun
+        child.wait_for("stuck at work")
         child.type("\x03")
         child.wait_for("stopped; the conversation goes on")
         assert "0 tokens" in (line := child.wait_for(" moved")) and "first token" not in line
@@ -315,7 +314,7 @@ def test_bytes_that_are_no_text_are_not_fatal(tmp_path):
         [*FAKE, "chat", "mix"],
         input=b"caf\xe9\n",
         capture_output=True,
-        timeout=30,
+        timeout=100,
         env=environment(tmp_path),
     )
     assert (done.returncode, done.stdout.decode()) == (0, "You said: caf\ufffd\n")
@@ -329,7 +328,7 @@ def test_a_missing_stream_is_no_crash(tmp_path, closed):
         ["sh", "-c", f'exec "$0" "$@" {closed}>&-', *FAKE, "chat", "mix"],
         input=b"" if closed == 0 else b"hello\n",
         capture_output=True,
-        timeout=30,
+        timeout=100,
         env=environment(tmp_path),
     )
     assert done.returncode == 0
