@@ -135,23 +135,3 @@ def test_convert_and_run_need_nothing_that_only_linux_has(tmp_path):
         CUDA_VISIBLE_DEVICES="",
     )
     assert "4 tokens" in done.stderr
-
-
-def test_help_takes_about_as_long_as_the_library_that_prints_it():
-    """`--help` aims at twice the processor time of `import click`; three times is an error."""
-
-    def seconds(statement: str) -> float:
-        before = os.times()
-        python(statement)
-        after = os.times()
-        return (
-            after.children_user
-            + after.children_system
-            - before.children_user
-            - before.children_system
-        )
-
-    click = "import click"
-    cli = CHECKOUT + "from spmoe_lite.cli import run_command; run_command(['--help'])"
-    best = {statement: min(seconds(statement) for _ in range(5)) for statement in (click, cli)}
-    assert best[cli] < 3 * best[click]
