@@ -37,6 +37,13 @@ if "tests" not in sys.modules:  # helpers are imported as tests.tiny, tests.orac
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads would only wait for each other
 
+if importlib.util.find_spec("hypothesis"):  # the same examples each time, however long one takes
+    from hypothesis import HealthCheck, settings  # --hypothesis-profile=default draws new ones
+
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=slow)
+    settings.load_profile("steady")
+
 import torch  # noqa: E402
 
 HAS_GPU = torch.cuda.is_available()
