@@ -9,6 +9,7 @@ Tests marked `gpu` are skipped without a GPU. Tests marked `slow` run too, unles
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,9 @@ sys.argv[0] = (
 if "tests" not in sys.modules:  # helpers are imported as tests.tiny, tests.oracle, ...
     sys.modules["tests"] = types.ModuleType("tests")
     sys.modules["tests"].__path__ = [str(ROOT / "tests")]
+
+# A shell starts what it puts in the background deaf to Ctrl-C, and so would be all that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads would only wait for each other
 

@@ -15,6 +15,7 @@ import time
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -605,7 +606,10 @@ def test_close_after_an_answer_nobody_finished(packs):
 
 
 def test_kind_l_o36_rounds_leave_nothing_behind(tmp_path):
-    """Threads 0, files and mappings gone, resident memory steady, the folder can be deleted."""
+    """Threads 0, files and mappings gone, resident memory steady, the folder can be deleted.
+
+    What is kept makes memory grow in every round, by more than 1 MB; an allocator takes more once.
+    """
     hf = tiny.tiny_mixtral(tmp_path / "hf", hidden=256, intermediate=512, layers=4, experts=8)
     target = convert(hf, out=tmp_path / "t.spmoe").path
     draft = tiny.tiny_pack(tmp_path / "d", kind="mistral", layers=4, hidden=256)
@@ -618,7 +622,7 @@ def test_kind_l_o36_rounds_leave_nothing_behind(tmp_path):
         sizes.append(process.memory_info().rss)
         assert threads >= set(threading.enumerate())
         assert not any(str(tmp_path) in file.path for file in process.open_files())
-    assert max(sizes) - sizes[1] < 16 << 20
+    assert sum(after - before > 1 << 20 for before, after in pairwise(sizes[1:])) < 4, sizes
     if sys.platform == "linux":
         with open("/proc/self/maps", encoding="utf-8") as maps:
             assert str(tmp_path) not in maps.read()
