@@ -30,7 +30,7 @@ import torch
 from spmoe_lite.hostmap import HostMap
 from spmoe_lite.pack import Pack
 from spmoe_lite.progress import OnProgress, Progress, check
-from spmoe_lite.ramtier import RamTier
+from spmoe_lite.ramtier import LOOK_SECONDS, RamTier
 from spmoe_lite.slab import DeviceSlab, GoOn, HostSlab
 from spmoe_lite.slots import ExpertKey, SlotTable
 from spmoe_lite.stats import Counters
@@ -70,7 +70,9 @@ class ExpertStore:
         self._host = host
         self._slab = slab
         self._device = device
-        self._lock = threading.Lock()  # in `with` itself: Condition's own is no match for Ctrl-C
+        # In `with` itself: Condition's own is no match for Ctrl-C. Reentrant: a plain lock's waiter that
+        # Ctrl-C strikes before it has the lock again would let go of another thread's.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._in_pass = False  # still True at the next `begin_pass` if a pass was cut short
         self._copying: ExpertKey | None = None  # by the worker
@@ -143,8 +145,7 @@ class ExpertStore:
                 self._give_back(layer, ready)
                 if sweep and self.table.all_fit and ready == wanted:
                     self._every[layer] = use
-            self._await(layer, arriving)
-            ready, arriving = arriving + loaded, []
+            ready, arriving = self._await(layer, arriving, missing) + loaded, []
             done += [(layer, expert) for expert in loaded]
         at_once = max(1, len(self._landing) // 2)
         for i in range(0, len(passing), at_once):
@@ -161,8 +162,9 @@ class ExpertStore:
             source = self._host.address(layer, expert)
             assert source is not None
             self._slab.fill_from(slots[-1], source)
-        self.counters.loads += len(experts)
-        self.counters.bytes_moved += len(experts) * self._pack.expert_layout.stride
+        with self._lock:
+            self.counters.loads += len(experts)
+            self.counters.bytes_moved += len(experts) * self._pack.expert_layout.stride
         yield self._use(experts, slots)
         self._slab.mark_read(slots)
 
@@ -305,15 +307,15 @@ class ExpertStore:
                     placed = self._take_slot(key, done)
                     while placed is None and must and not loaded:
                         assert self.table.filling_in_pool(layer), "no slot, and nobody to wait for"
-                        self._changed.wait()
+                        self._changed.wait(LOOK_SECONDS)
                         check(self.cancel)
                         placed = self._take_slot(key, done)
                     if placed is None:
                         break
                     self._demanding = True  # and loaded something, so that it waits for nobody
+                    self.table.hold(key)  # before the worker can see it filled
                 self._fill(key, *placed)
                 with self._lock:
-                    self.table.hold(key)
                     self.counters.loads += 1
                 loaded.append(missing.pop(0))
         finally:
@@ -347,19 +349,21 @@ class ExpertStore:
         with self._lock:
             self.table.release(keys)
 
-    def _await(self, layer: int, experts: list[int]) -> None:
-        """Wait for the slots the worker is filling; what its copy failed on is loaded here."""
+    def _await(self, layer: int, experts: list[int], missing: list[int]) -> list[int]:
+        """Wait for the slots the worker is filling; what its copy failed on is then `missing`."""
+        arrived: list[int] = []
         started = time.perf_counter()
         for expert in experts:
             key = (layer, expert)
             with self._lock:
                 while self.table.is_filling(key):
-                    self._changed.wait()
+                    check(self.cancel)
+                    self._changed.wait(LOOK_SECONDS)
                 self._awaited.discard(key)
                 lost = self.table.slot(key) is None
-            if lost:
-                self._load_some(layer, [expert], [], must=True)
+            (missing if lost else arrived).append(expert)
         self.counters.stall_seconds += time.perf_counter() - started
+        return arrived
 
     # --- the prefetch worker's part ------------------------------------------------------------
 
@@ -389,11 +393,6 @@ class ExpertStore:
             with self._lock:
                 self._prefetched.discard(key)
                 self.counters.prefetch_dropped += 1
-            return
-        finally:
-            self._copying = None
-        with self._lock:
-            self.counters.prefetches += 1
 
     def _step_aside(self, key: ExpertKey) -> None:
         """Between two pieces of a prefetch: wait while a demand is copied; `Late` if it is of no use."""
@@ -431,11 +430,16 @@ class ExpertStore:
             with self._lock:
                 self.table.drop(key)
                 self._unused.discard(key)
+                if go_on is not None:
+                    self._copying = None
                 self._changed.notify_all()
             raise
         with self._lock:
             self.table.filled(key)
             self.counters.bytes_moved += self._pack.expert_layout.stride
+            if go_on is not None:
+                self._copying = None
+                self.counters.prefetches += 1
             self._changed.notify_all()
 
     def _check_cancel(self) -> None:

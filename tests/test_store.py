@@ -133,6 +133,61 @@ def test_kind_h_o22_slots_are_never_reused_under_a_reader(num_slots, policy):
     assert store.counters.loads > 0 or num_slots == 24
 
 
+class Gap:
+    """A lock; right after somebody has let go of it for the `number`-th time, the other thread runs."""
+
+    def __init__(self, lock, number, other):
+        self.lock, self.left, self.other = lock, number, other
+
+    def __enter__(self):
+        return self.lock.__enter__()
+
+    def __exit__(self, *error):
+        self.lock.__exit__(*error)
+        self.left -= 1
+        if self.left == 0:
+            self.other()
+
+
+@pytest.mark.parametrize("num_slots, policy", [(2, "layer-lru"), (6, "global-lru")])
+def test_a_prefetch_in_any_gap_of_a_pass_takes_nothing_that_it_needs(num_slots, policy):
+    ids, gap, number = [[[0, 1], [5, 2]], [[4, 3]], [[0, 1]]], None, 0
+    while gap is None or gap.left <= 0:
+        store, _, slab = make(num_slots, policy=policy)
+        run_pass(store, slab, [[[6, 7]], [[6, 7]], [[6, 7]]])
+        store.end_pass(1)
+        number += 1
+        store._lock = gap = Gap(store._lock, number, lambda s=store: s.prefetch(2, 5))
+        run_pass(store, slab, ids)
+    assert number > 20
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_whatever_a_pass_does_in_a_gap_of_a_prefetch_its_end_is_that_of_its_slot(failing):
+    """Counters agree at every moment, and no slot waits for a worker that has ended."""
+    key, gap, number = (1, 4), None, 0
+    while gap is None or gap.left <= 0:
+        store, pack, slab = make(6)
+        pack.failing.update([key] * failing)
+
+        def decode(store=store):
+            c, table = store.counters, store.table
+            assert c.bytes_moved == c.prefetches * STRIDE
+            if table.slot(key) is None:
+                table.place(key)  # by a pass that Ctrl-C ends
+                store._in_pass = True
+                store.begin_pass(1)
+                assert not table.is_filling(key)
+
+        number += 1
+        store._lock = gap = Gap(store._lock, number, decode)
+        try:
+            store.prefetch(*key)
+        except OSError:
+            assert failing
+        assert store._copying is None
+
+
 class FakeHost:
     """An expert's address is the byte it is made of."""
 
@@ -225,6 +280,33 @@ def test_a_prefetch_that_fails_is_made_good_by_demand():
     assert sorted(experts) == [0, 4]
 
 
+def test_the_slot_of_a_prefetch_that_fails_may_have_gone_to_a_demand():
+    store, pack, slab = make(2)  # one pool
+    begun, failed, read = threading.Event(), threading.Event(), pack.read_expert
+
+    def reading(layer, expert, out, offset=0):
+        if expert == 4 and not failed.is_set():
+            begun.set()
+            assert demanded.wait(20)
+            raise OSError
+        if expert == 0:
+            demanded.set()
+            assert failed.wait(20)
+        read(layer, expert, out, offset)
+
+    def prefetch():
+        with pytest.raises(OSError):
+            store.prefetch(1, 4)
+        failed.set()
+
+    demanded, pack.read_expert = threading.Event(), reading
+    thread = threading.Thread(target=prefetch)
+    thread.start()
+    assert begun.wait(20)
+    run_pass(store, slab, [[[]], [[4, 0], [5, 0]]])
+    thread.join()
+
+
 def test_a_failed_copy_leaves_no_slot_behind():
     store, pack, slab = make(3)
     pack.failing.add((0, 5))
@@ -258,6 +340,53 @@ def test_cancel_takes_effect_between_two_copies():
             pass
     assert time.perf_counter() - started < 0.35
     assert len(pack.reads) < 8
+
+
+def test_cancel_takes_effect_while_a_prefetch_is_waited_for():
+    store, pack, slab = make(9)
+    store.cancel, go_on, begun, read = (
+        threading.Event(), threading.Event(), threading.Event(), pack.read_expert
+    )  # fmt: skip
+
+    def held_up(*args):
+        begun.set()
+        assert go_on.wait(20)
+        read(*args)
+
+    pack.read_expert = held_up
+    thread = threading.Thread(target=store.prefetch, args=(1, 4))
+    thread.start()
+    assert begun.wait(20)
+    threading.Timer(0.1, store.cancel.set).start()
+    store.begin_pass(1)
+    with pytest.raises(Cancelled):
+        list(store.serve(1, torch.tensor([[4, 4]])))
+    assert store.table.is_filling((1, 4))
+    go_on.set()
+    store.cancel = None
+    run_pass(store, slab, [[[0, 1]], [[4, 5]], [[0, 1]]])
+    thread.join()
+    assert pack.reads.count((1, 4)) == 1
+
+
+def test_what_two_threads_count_is_counted_under_the_lock():
+    class Watched(Counters):
+        def __setattr__(self, name, value):
+            ours = name.startswith("prefetch") or name in ("loads", "bytes_moved")
+            assert not ours or not value or store._lock._is_owned(), name
+            super().__setattr__(name, value)
+
+    pack, table = FakePack(), SlotTable(6, 3, 8, 2, "layer-lru")
+    pack.config = SimpleNamespace(num_hidden_layers=3, num_local_experts=8)
+    store = ExpertStore(
+        pack, FakeStreamSlab(8), table, Watched(), torch.device("cpu"), FakeHost(), 2
+    )
+    store._can_sweep = True
+    store.prefetch(1, 4)
+    run_pass(store, store._slab, random_ids(np.random.default_rng(0)))
+    store.end_pass(2)
+    run_pass(store, store._slab, random_ids(np.random.default_rng(1), rows=64))
+    assert store.counters.loads > 18
 
 
 def test_kind_i_o24_a_prefetch_never_evicts_what_the_layer_or_the_step_needs():
