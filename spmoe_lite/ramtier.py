@@ -216,7 +216,7 @@ class RamTier:
         except BaseException:
             self.close()
             raise
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # see `ExpertStore`
         self._saved = threading.Condition(self._lock)
         self._places = Places(len(self._rows), last_used)
         self._reading: dict[ExpertKey, _Read] = {}
@@ -247,51 +247,46 @@ class RamTier:
         each piece and while one is waited for, and ends the fill by an error. Returns when the copies are
         ordered. Raises what reading raises: `DamagedError`, `SpmoeError`.
         """
-        if victim is not None:
-            self._keep(victim, slot, key)
-        place, read = self._hold(key, go_on)
-        found = place is not None and read is None
         try:
+            if victim is not None:
+                self._keep(victim, slot, key)
+            place, read = self._hold(key, go_on, urgent)
             if place is None:
-                read = self._start(key, key, urgent)
-                if read is None:
-                    return False
-                place = read.place
+                return False
             self._last_copy[place] = _UNKNOWN
             pieces = self._pieces(place, read, go_on, urgent)
             event = self._slab.fill_pieces(slot, pieces, patient=not urgent)
+            with self._lock:
+                self._last_copy[place] = event
+                self._reading.pop(key, None)
+                self._places.filled(key)
+                self._places.got_slot(key)
+                self._places.release(key)
+                if read is None:
+                    self._counters.ram_hits += 1
+                else:
+                    self._counters.ram_misses += 1
         except BaseException:
             with self._lock:
                 self._give_up(key)
             raise
-        with self._lock:
-            self._last_copy[place] = event
-            self._reading.pop(key, None)
-            self._places.filled(key)
-            self._places.got_slot(key)
-            self._places.release(key)
-            if found:
-                self._counters.ram_hits += 1
-            else:
-                self._counters.ram_misses += 1
         return True
 
     def read_ahead(self, keys: Sequence[ExpertKey]) -> None:
         """Begin to read what `fill` will be asked for next, and keep what is there."""
         for key in keys[: max(2, AHEAD_BYTES // self._stride)]:
             with self._lock:
-                there = self._places.place(key) is not None
-                if there:
+                if self._places.place(key) is not None:
                     self._places.held.setdefault(key, None)
-            if not there and self._start(key, None, urgent=True) is None:
-                return
+                elif self._start(key, None, urgent=True) is None:
+                    return
 
     def settle(self, going_on: ExpertKey | None) -> None:
         """After a pass that was cut short: only the fill of `going_on` holds or reads anything."""
         with self._lock:
             self._places.settle(going_on)
             for key in [key for key in self._reading if key not in self._places.held]:
-                self._reads.give_up(self._reading.pop(key))
+                self._stop_reading(key)
 
     def close(self) -> None:
         """Wait for the reads and the device, take every lock off, give the memory back. Idempotent."""
@@ -344,14 +339,13 @@ class RamTier:
             raise
 
     def _start(self, key: ExpertKey, holder: ExpertKey | None, urgent: bool) -> _Read | None:
-        """Give the expert a place and begin to read it."""
-        with self._lock:
-            place = self._places.take(key, holder)
-            if place is None:
-                return None
-            before = self._last_read[place], self._last_copy[place], self._slab
-            read = _Read(key, place, urgent, self._parts, self._rows[place], before)
-            self._reading[key] = self._last_read[place] = read
+        """Give an expert that has none a place and begin to read it. Under the lock."""
+        place = self._places.take(key, holder)
+        if place is None:
+            return None
+        before = self._last_read[place], self._last_copy[place], self._slab
+        read = _Read(key, place, urgent, self._parts, self._rows[place], before)
+        self._reading[key] = self._last_read[place] = read
         self._reads.start(read)
         return read
 
@@ -372,17 +366,20 @@ class RamTier:
                 self._counters.disk_bytes += count
             yield start, address + start, count
 
-    def _hold(self, key: ExpertKey, go_on: Callable[[], object]) -> tuple[int | None, _Read | None]:
-        """The place of an expert, held for its fill, and the read that is still filling it.
+    def _hold(
+        self, key: ExpertKey, go_on: Callable[[], object], urgent: bool
+    ) -> tuple[int | None, _Read | None]:
+        """A place of an expert, held for its fill, and the read that is still filling it.
 
-        One that another thread is saving from its slot is waited for: a copy from its place must be
-        ordered after the one to it.
+        (None, None) if there is no place to be had. One that another thread is saving from its slot is
+        waited for: a copy from its place must be ordered after the one to it.
         """
         while True:
             with self._lock:
                 place, read = self._places.place(key), self._reading.get(key)
                 if place is None:
-                    return None, None
+                    read = self._start(key, key, urgent)
+                    return (None if read is None else read.place), read
                 if read is not None or self._places.is_filled(key):
                     self._places.held[key] = key
                     return place, read
@@ -400,17 +397,11 @@ class RamTier:
                 return
             read, after = self._last_read[place], self._last_copy[place]
             self._last_copy[place] = _UNKNOWN
-        try:
-            if read is not None:
-                self._reads.wait_over(read)
-            if after is _UNKNOWN:
-                self._slab.drain()
-                after = None
-            event = self._slab.save(slot, self._rows[place].ctypes.data, after)
-        except BaseException:
-            with self._lock:
-                self._give_up(victim)
-            raise
+        self._reads.wait_over(read)
+        if after is _UNKNOWN:
+            self._slab.drain()
+            after = None
+        event = self._slab.save(slot, self._rows[place].ctypes.data, after)
         with self._lock:
             self._last_copy[place] = event
             self._places.filled(victim)
@@ -419,14 +410,18 @@ class RamTier:
             self._counters.ram_returns += 1
             self._saved.notify_all()
 
-    def _give_up(self, key: ExpertKey) -> None:
-        """Let go of a key; a place that is not filled is free again."""
-        read = self._reading.pop(key, None)
-        if read is not None:
+    def _give_up(self, holder: ExpertKey) -> None:
+        """Let go of what a fill holds; a place that is not filled is free again."""
+        for key in [key for key, by in self._places.held.items() if by == holder]:
+            self._stop_reading(key)
+            if self._places.place(key) is not None and not self._places.is_filled(key):
+                self._places.drop(key)
+            self._places.release(key)
+
+    def _stop_reading(self, key: ExpertKey) -> None:
+        if (read := self._reading.get(key)) is not None:
             self._reads.give_up(read)
-        if self._places.place(key) is not None and not self._places.is_filled(key):
-            self._places.drop(key)
-        self._places.release(key)
+            del self._reading[key]  # now: a read that nobody knows of would write on
 
 
 _UNKNOWN = object()  # in place of the event of a copy that an interrupt has taken
@@ -462,7 +457,7 @@ class _Reads:
 
     def __init__(self, pack: Pack, bypass: bool):
         self._disk = _Disk(pack, bypass)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # see `ExpertStore`
         self._changed = threading.Condition(self._lock)
         self._queue: list[_Read] = []  # reads of which parts are not begun
         self._threads = ThreadPoolExecutor(READERS, "spmoe-disk")
@@ -471,7 +466,7 @@ class _Reads:
         with self._lock:
             ahead = sum(other.urgent for other in self._queue) if read.urgent else len(self._queue)
             self._queue.insert(ahead, read)
-        for _ in read.parts:
+        for _ in read.parts[:READERS]:
             self._threads.submit(self._work)
 
     def wait(self, read: _Read, part: int, go_on: Callable[[], object]) -> None:
@@ -496,11 +491,13 @@ class _Reads:
             if read in self._queue:
                 self._queue.remove(read)
 
-    def wait_over(self, read: _Read) -> None:
-        """Return when no thread writes for a read that was given up or has ended."""
-        with self._lock:
-            while read.running:
-                self._changed.wait()
+    def wait_over(self, read: _Read | None) -> None:
+        """Return when no thread writes to the place of a read that was given up or has ended."""
+        while read is not None:
+            with self._lock:
+                while read.running:
+                    self._changed.wait()
+            read = read.before[0] if read.before is not None else None  # it has waited for nobody
 
     def close(self) -> None:
         with self._lock:
@@ -510,10 +507,15 @@ class _Reads:
         self._disk.close()
 
     def _work(self) -> None:
-        """Read one part."""
+        """Read parts until there are none: whoever began a read may have been kept from asking for all."""
+        while self._read_part():
+            pass
+
+    def _read_part(self) -> bool:
+        """Read the next part; False if there is none."""
         with self._lock:
             if not self._queue:
-                return
+                return False
             read = self._queue[0]
             part, before = read.begun, read.before
             read.begun += 1
@@ -539,11 +541,11 @@ class _Reads:
                     self._queue.remove(read)
             error = None
             self._changed.notify_all()
+        return True
 
     def _await(self, read: _Read | None, copy: Any, slab: HostSlab | DeviceSlab) -> None:
         """Until nobody writes to a place or copies from it."""
-        if read is not None:
-            self.wait_over(read)
+        self.wait_over(read)
         if copy is _UNKNOWN:
             slab.drain()
         elif copy is not None:

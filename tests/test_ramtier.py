@@ -9,10 +9,11 @@ import gc
 import os
 import random
 import shutil
+import signal
 import threading
 import time
 from collections import deque
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -35,6 +36,7 @@ from tests import tiny
 from tests.interrupt import Interrupt
 from tests.make_pack import WIDE, Weights
 from tests.test_hostmap import Driver
+from tests.test_store import Gap
 
 CPU = torch.device("cpu")
 LAYERS, EXPERTS = 3, 8
@@ -375,6 +377,52 @@ def test_an_expert_wanted_while_it_is_saved_is_copied_after_that(pack, monkeypat
     store.tier.close()
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("wanted_first", [False, True])
+def test_one_thread_saves_an_expert_in_any_gap_of_the_other_that_wants_it(
+    pack, parts, monkeypatch, ahead, wanted_first
+):
+    monkeypatch.setattr(ramtier, "LOOK_SECONDS", 0.001)
+    wanted, evictor, gap, number = (0, 0), (0, 1), None, 0
+    while gap is None or gap.left <= 0:
+        gpu = LazyGpu(monkeypatch)
+        store = make_store(pack, 2, 4, lazy=True)
+        tier, run, looks = store.tier, Run(pack, store, gpu), []
+        assert tier.fill(wanted, 0, None, lambda: None, urgent=True)
+        tier._places.drop(wanted)  # as one that has a slot goes first
+
+        def go_on(looks=looks):
+            looks.append(1)
+            if len(looks) == 20:  # the other one cannot go on meanwhile
+                raise LookupError
+
+        def want(tier=tier, go_on=go_on):
+            if ahead:
+                tier.read_ahead([wanted])
+            with suppress(LookupError):
+                tier.fill(wanted, 1, None, go_on, urgent=True)
+
+        def save(tier=tier):
+            tier.fill(evictor, 0, wanted, lambda: None, urgent=False)
+
+        number += 1
+        first, second = (want, save) if wanted_first else (save, want)
+        lock = tier._lock
+        tier._lock = gap = Gap(lock, number, second)
+        first()
+        tier._lock = lock
+        if len(looks) >= 20:
+            assert tier.fill(wanted, 1, None, lambda: None, urgent=True)
+        run.check_places()
+        if gap.left <= 0:
+            for slot, key in enumerate((evictor, wanted)):
+                run.read(*key, store._slab.address(slot))
+        run.check_places()
+        assert not tier._places.held and not tier._reading and not tier._reads._queue
+        tier.close()
+    assert number > 5
+
+
 def test_where_vram_and_ram_hold_the_pack_nothing_is_read_twice(pack, monkeypatch):
     gpu = LazyGpu(monkeypatch)
     store = make_store(pack, 9, 17, lazy=True)
@@ -535,6 +583,74 @@ def test_cancel_takes_effect_while_a_read_is_waited_for(pack, parts, monkeypatch
         run.one([[[turn, 4]]] * LAYERS, accepted=1)
         run.check_places()
     store.tier.close()
+
+
+def test_a_read_given_up_before_it_began_hides_no_writer(pack, parts, monkeypatch):
+    """The one before it still writes to the place, which goes to a third."""
+    monkeypatch.setattr(ramtier, "READERS", 2)
+    store = make_store(pack, 6, 2, bypass=False)
+    tier, run, read, begun = store.tier, Run(pack, store), pack.read_expert, set()
+    slow = {(0, 0): threading.Event(), (0, 1): threading.Event()}
+
+    def held_up(layer, expert, out, offset=0):
+        begun.add((layer, expert))
+        if offset == 0 and (layer, expert) in slow:
+            assert slow[layer, expert].wait(20)
+        read(layer, expert, out, offset)
+
+    def late():
+        if len(begun) == 2:
+            raise LookupError
+
+    monkeypatch.setattr(pack, "read_expert", held_up)
+    tier.read_ahead([(0, 1)])
+    for expert in (0, 2):
+        with pytest.raises(LookupError):
+            tier.fill((0, expert), 0, None, late, urgent=False)
+    assert begun == slow.keys()  # one thread is at each
+    threading.Timer(0.1, slow[0, 1].set).start()
+    threading.Timer(0.3, slow[0, 0].set).start()
+    assert tier.fill((0, 3), 0, None, lambda: None, urgent=True)
+    assert slow[0, 0].wait(20)
+    tier._reads.close()  # when all have written what they had to
+    run.check_places()
+    tier.close()
+
+
+def test_kind_l_o36_ctrl_c_while_a_read_begins_holds_up_no_other(pack, parts, monkeypatch):
+    """A demand's parts were read first, by the threads that a prefetch had asked for."""
+    monkeypatch.setattr(ramtier, "READERS", 1)
+    monkeypatch.setattr(ramtier, "MOST_PART", 8192)
+    store = make_store(pack, 6, 4, bypass=False)
+    tier, read, go_on, seen, looks = store.tier, pack.read_expert, threading.Event(), [], []
+
+    def held_up(layer, expert, out, offset=0):
+        seen.append(expert)
+        assert expert or go_on.wait(20)
+        read(layer, expert, out, offset)
+
+    def patience():
+        looks.append(1)
+        assert len(looks) < 60
+
+    def struck(work):
+        go_on.set()
+        while seen.count(1) < 3:
+            time.sleep(0.001)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pack, "read_expert", held_up)
+    thread = threading.Thread(target=tier.fill, args=((0, 0), 0, None, patience, False))
+    thread.start()
+    while not seen:
+        time.sleep(0.001)
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._reads._threads, "submit", struck)
+        with pytest.raises(KeyboardInterrupt):
+            tier.fill((0, 1), 1, None, lambda: None, urgent=True)
+    thread.join()
+    assert tier._places.is_filled((0, 0))
+    tier.close()
 
 
 # --- a demand and a prefetch -----------------------------------------------------------------------
@@ -734,6 +850,90 @@ def test_kind_l_o36_ctrl_c_at_any_moment_of_a_pass_spoils_no_byte(pack, monkeypa
     while interrupted(moment).struck:
         moment += 17
     assert moment > 200
+
+
+def test_kind_l_o36_ctrl_c_at_any_moment_of_a_fill_makes_nobody_wait(pack, monkeypatch):
+    """What it was saving the other thread may have at once; `settle` need not come first."""
+    monkeypatch.setattr(ramtier, "LOOK_SECONDS", 0.001)
+    victim, moment, strike = (0, 0), 0, None
+    while strike is None or strike.struck:
+        store, moment, looks = make_store(pack, 6, 4, bypass=False), moment + 1, []
+        tier, run = store.tier, Run(pack, store)
+        assert tier.fill(victim, 0, None, lambda: None, urgent=True)
+        tier._places.drop(victim)
+        with Interrupt(moment, ("/spmoe_lite/ramtier.py",)) as strike:
+            tier.fill((1, 1), 0, victim, lambda: None, urgent=True)
+
+        def patience(looks=looks, strike=strike):
+            looks.append(1)
+            assert len(looks) < 1000, strike.where
+
+        assert tier.fill(victim, 1, None, patience, urgent=False)
+        tier.settle(None)
+        run.check_places()
+        tier.close()
+    assert moment > 50
+
+
+def test_kind_l_o36_ctrl_c_while_reads_are_given_up_lets_none_go_on(pack, parts, monkeypatch):
+    monkeypatch.setattr(ramtier, "READERS", 1)
+    monkeypatch.setattr(ramtier, "LOOK_SECONDS", 0.001)
+    read, go_on, moment, strike = pack.read_expert, threading.Event(), 0, None
+
+    def held_up(*args):
+        assert go_on.wait(20)
+        read(*args)
+
+    monkeypatch.setattr(pack, "read_expert", held_up)
+    while strike is None or strike.struck:
+        go_on.clear()
+        store, moment, looks = make_store(pack, 6, 4, bypass=False), moment + 1, []
+
+        def late(looks=looks):
+            looks.append(1)
+            if len(looks) == 2:
+                raise LookupError
+
+        with Interrupt(moment, ("/spmoe_lite/ramtier.py",)) as strike:
+            store.tier.read_ahead([(1, 2)])
+            with suppress(LookupError):
+                store.tier.fill((1, 1), 0, None, late, urgent=True)
+            store.tier.settle(None)
+        store.tier.settle(None)
+        assert not store.tier._reads._queue, strike.where
+        go_on.set()
+        store.tier.close()
+    assert moment > 50
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signal to one thread here")
+def test_kind_l_o36_ctrl_c_while_a_waiter_wakes_up_frees_nobody_s_lock(pack):
+    store, me, failed = make_store(pack, 2, 2), threading.get_ident(), []
+    tier = store.tier
+
+    def striking(lock, changed):
+        try:
+            with lock:
+                changed.notify_all()
+                time.sleep(0.05)  # the waiter is awake, and wants the lock again
+                signal.pthread_kill(me, signal.SIGINT)
+                time.sleep(0.05)
+        except RuntimeError as error:
+            failed.append(error)
+
+    for owner, changed in (
+        (store, store._changed),
+        (tier, tier._saved),
+        (r := tier._reads, r._changed),
+    ):
+        thread = threading.Thread(target=striking, args=(owner._lock, changed))
+        with pytest.raises(KeyboardInterrupt), owner._lock:
+            thread.start()
+            changed.wait(20)
+            changed.wait(20)
+        thread.join()
+    assert not failed
+    tier.close()
 
 
 # --- the same text -------------------------------------------------------------------------------
