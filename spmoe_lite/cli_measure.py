@@ -57,6 +57,9 @@ DEFAULT_LINK = 50.0  # GB/s: a PCIe 5 bus
 @memory_options
 @click.option("--link", type=float, metavar="GB/s", help="Rate of missing experts.")
 @click.option("--memory", type=float, metavar="GB/s", help="Rate at which a GPU reads its memory.")
+@click.option(
+    "--disk", type=float, metavar="GB/s", help="Rate of experts that RAM has no room for."
+)
 @click.option("--acceptance", type=float, metavar="X", help="Share of draft tokens kept, 0 to 1.")
 @json_option
 @debug_option
@@ -68,7 +71,8 @@ def plan(
     Only headers are read. The memory is what `run` would use with the same options; what cannot fit is
     refused with the smallest change that would. A draft takes the room of experts: both ways are priced.
     Times come from `profile` if it was run on this machine, else from rates that are listed with their
-    source, and from uniform routing, the hard case.
+    source, and from uniform routing, the hard case. On the CPU passes are timed for it, on weights that
+    stand in for those of PACK.
 
     Without a GPU, --vram 24GB plans for a card of that size; --device cpu for this machine.
     """
@@ -117,7 +121,17 @@ def _plan_rows(found: Forecast) -> list[list[str]]:
     rows.append(["may be used", *(size(p.budget) for p in plans)])
     if found.plan.expert_count:
         rows.append(["experts in slots", *(f"{p.slots} of {p.expert_count}" for p in plans)])
+    if any(p.has_tier for p in plans):
+        held = (min(p.slots + p.ram_places, p.expert_count) for p in plans)
+        rows.append(["experts in slots and RAM", *(str(count) for count in held)])
     speeds = [speed for _, speed in ways if speed is not None]
+    if any(s.copies for s in speeds):
+        rows.append(
+            ["missing experts a step", *(f"{s.copies:.3g}" if s.copies else "-" for s in speeds)]
+        )
+    if any(s.disk_copies for s in speeds):
+        reads = (f"{s.disk_copies:.3g} ({s.disk_share:.0%})" for s in speeds)
+        rows.append(["of them read from disk", *reads])
     times: list[tuple[str, list[float]]] = [
         ("ms drafting", [s.drafting_ms for s in speeds]),
         ("ms computing", [s.pass_ms for s in speeds]),
@@ -141,7 +155,7 @@ def _plan_rows(found: Forecast) -> list[list[str]]:
 def profile(
     pack: str | None, model: str | None, draft: str | None, as_json: bool, **given: Any
 ) -> None:
-    """Time the link, the layers and the draft on this machine.
+    """Time the link, the disk, the layers and the draft on this machine.
 
     The result is kept: it sets how deep drafting prefetches, and `plan` goes by it. Acceptance is counted
     over three short answers.
@@ -168,6 +182,8 @@ def _profile_rows(measured: Profile, expert_bytes: int) -> list[list[str]]:
     rows = [["experts copied to slots", f"{measured.copy_gbps:.1f}", copied]]
     if measured.read_gbps is not None:
         rows.append(["experts read by the GPU", f"{measured.read_gbps:.1f}", expert])
+    if measured.disk_gbps is not None:
+        rows.append(["experts read from disk", f"{measured.disk_gbps:.1f}", "GB/s"])
     rows.append(["a layer, 1 token", f"{measured.plain_layer_ms:.3f}", "ms"])
     if measured.draft_token_ms:
         verify = f"a layer, {measured.verify_rows} tokens at once"

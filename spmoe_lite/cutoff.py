@@ -33,6 +33,7 @@ class Profile:
     read_gbps: float | None = None  # the same read by a kernel, where the GPU reads host memory
     acceptance: float | None = None  # of a draft token whose predecessors were accepted
     miss_ratio: float | None = None  # misses over those that uniform routing would have
+    disk_gbps: float | None = None  # experts read from disk as the RAM tier reads them
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

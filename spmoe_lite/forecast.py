@@ -3,21 +3,22 @@
 The memory plan is the one that `Engine.load` makes for the same options, by the same function, from pack
 headers; it is made twice, with the draft and without it, because the draft's bytes are slots lost. Both are
 priced by `speed.predict`. Each figure that goes into the price says where it comes from: given, measured by
-`profile` on this machine, measured just now, or assumed.
+`profile` on this machine, measured just now (on the CPU by `cputime.py`), or assumed.
 
 No weight is read. A card that is not in this machine is planned for too, if its size is given.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from spmoe_lite import library
+from spmoe_lite import cputime, library
 from spmoe_lite.config import scheme_of
 from spmoe_lite.cutoff import Profile, load_profile
 from spmoe_lite.decoder import PREFILL_CHUNK
@@ -34,7 +35,7 @@ from spmoe_lite.loading import (
     profile_path,
 )
 from spmoe_lite.pack import Pack
-from spmoe_lite.plan import ModelSize, Plan, parse_size, plan_pair
+from spmoe_lite.plan import ModelSize, Plan, parse_size, plan_pair, ram_places
 from spmoe_lite.predictor import ExpertPredictor
 from spmoe_lite.progress import size
 from spmoe_lite.speed import Costs, Speed, predict, times_drafts
@@ -44,6 +45,7 @@ from spmoe_lite.trace import check_link
 # Assumed where nothing is measured; docs/performance.md has what machines reach.
 LINK = 25.0  # GB/s: page-locked memory to a GPU, PCIe 4 with 16 lanes
 RING_LINK = 10.0  # GB/s: memory that is not page-locked to a GPU, through a small buffer
+DISK = 3.0  # GB/s: an NVMe disk at PCIe 3, several large reads at once
 HOST_LINK = 5.0  # GB/s: the page cache to a slot in RAM, one thread
 MEMORY = 900.0  # GB/s: the GPU's own memory, of cards with 24 GB
 ACCEPTANCE = 0.7  # of a draft token; pairs of one family reach 0.6 to 0.9
@@ -144,16 +146,18 @@ def forecast(
     pin: str | int = "auto",
     link: float | None = None,
     memory: float | None = None,
+    disk: float | None = None,
     acceptance: float | None = None,
     home: Path | None = None,
 ) -> Forecast:
     """Options as of `Engine.load`, which raises the same errors for them, and those that price it:
 
-    link and memory in GB/s, of a missing expert and of the device's own memory; acceptance of a draft token.
+    link, memory and disk in GB/s, of a missing expert, of the GPU's own memory, and of a missing expert that
+    RAM has no room for; acceptance of a draft token.
     With device "cuda", or "auto" and a size in `vram`, a machine without a GPU plans for a card of that size.
     """
     drafts = draft_length(draft_tokens).most
-    for flag, rate in {"--link": link, "--memory": memory}.items():
+    for flag, rate in {"--link": link, "--memory": memory, "--disk": disk}.items():
         check_link(flag, rate)
     if acceptance is not None and not 0 <= acceptance <= 1:
         raise UsageError(f"--acceptance {acceptance:g}: 0 to 1")
@@ -169,9 +173,8 @@ def forecast(
                 check_experts(place, pack.name, pack.expert_layout.dtype)
         _check_vocabulary(packs)
         machine = _Machine(place, imagined, packs, pin, home)
-        costs = machine.costs(link, memory, acceptance)
-
-        sizes = [ModelSize.of(pack) for pack in packs]
+        sizes = machine.sizes
+        costs = machine.costs(link, memory, disk, acceptance, drafts)
         available = NOT_HERE if imagined else available_bytes(place)
 
         def plan(with_draft: bool) -> Plan:
@@ -187,6 +190,7 @@ def forecast(
                 draft_tokens=drafts,
                 chunk=PREFILL_CHUNK,
                 kv_type=kv_type,
+                pinned=machine.pinned,
                 costs=costs,
             )
 
@@ -204,18 +208,21 @@ def _priced(
     draft, layers = others[0] if others else None, target.config.num_hidden_layers
     figures, notes = machine.figures, machine.notes
     if plan.slots == plan.expert_count:  # nothing is ever missing
-        paging = ("link", "misses, of those of uniform routing")
+        paging = ("link", "disk", "misses, of those of uniform routing")
         figures, notes = [figure for figure in figures if figure.name not in paging], []
     elif plan.device != "cpu" and plan.slots < target.config.num_experts_per_tok * layers:
         notes = [*notes, "fewer slots than a token needs: steps are driven by the host, and slower"]
     if not target.config.is_moe:
         return Forecast(plan, None, plain if others else None, None, None, [], notes)
-    speed = predict(target, draft, plan.slots, drafts, costs)
+    speed = predict(target, draft, plan.slots, drafts, costs, plan.ram_places)
     if draft is None:
         return Forecast(plan, speed, None, None, None, figures, notes)
-    tried = [predict(target, draft, plan.slots, n, costs) for n in range(1, MOST_TRIED + 1)]
+    tried = [
+        predict(target, draft, plan.slots, n, costs, plan.ram_places)
+        for n in range(1, MOST_TRIED + 1)
+    ]
     best = min([speed, *tried], key=lambda one: one.token_ms)
-    without = predict(target, None, plain.slots, 0, costs)
+    without = predict(target, None, plain.slots, 0, costs, plain.ram_places)
     return Forecast(plan, speed, plain, without, best, figures, notes)
 
 
@@ -233,63 +240,109 @@ class _Machine:
         self.name = "cuda" if imagined else str(place)
         self.figures: list[Figure] = []
         self.notes: list[str] = []
+        self.sizes = [ModelSize.of(pack) for pack in packs]
         self._place, self._imagined, self._packs = place, imagined, packs
         self._profile: Profile | None = None
-        self._pinned = self._pins_all(pin)
+        self.pinned = self._pin(pin)
+        target = self.sizes[0]
+        self._places = ram_places(self.pinned, 0, target.expert_count, target.stride)
+        self._pins_all = 0 < self._places == target.expert_count
         if not imagined:
             names = [pack.name for pack in packs]
             for known in (names, names[:1]):
-                path = profile_path(known, place, home, captured=self._pinned)
+                path = profile_path(known, place, home, captured=self._pins_all)
                 self._profile = self._profile or load_profile(path)
 
-    def costs(self, link: float | None, memory: float | None, acceptance: float | None) -> Costs:
-        target, *drafts = self._packs
-        rates = self._product_rates(memory)
-        moe = target.config.is_moe
-        read_rate = self._link(link) * 1e9 if moe else 1e9
-        if moe and self._profile is not None and self._profile.plain_layer_ms is not None:
-            source = "by profile"
-            if drafts and not times_drafts(self._profile):
-                source += " without drafts; checking several, by the bytes it reads more"
-            self._add("a target layer", self._profile.plain_layer_ms, "ms", source)
-        if moe and self._profile is not None and self._profile.miss_ratio is not None:
+    def costs(
+        self,
+        link: float | None,
+        memory: float | None,
+        disk: float | None,
+        acceptance: float | None,
+        draft_tokens: int,
+    ) -> Costs:
+        target, *drafts = self.sizes
+        if not target.config.is_moe:
+            return Costs(1e9, {})
+        known, rates = self._profile, {}
+        if self.name == "cpu" and memory is None:
+            draft = drafts[0] if drafts else None
+            most = (
+                draft_tokens or DEFAULT_DRAFT_TOKENS
+            )  # with none, others are compared all the same
+            self._profile = cputime.complete(known, target, draft, most)
+        else:
+            rates = self._product_rates(memory)
+        self._add_times(known)
+        read_rate = self._link(link) * 1e9
+        if self._profile is not None and self._profile.miss_ratio is not None:
             ratio = self._profile.miss_ratio
             self._add("misses, of those of uniform routing", ratio, "", "by profile")
-        chance = 0.0
-        if drafts and moe:
-            if self._profile is not None and self._profile.draft_token_ms:
-                self._add("a draft token", self._profile.draft_token_ms, "ms", "by profile")
-            chance = self._acceptance(acceptance)
-        return Costs(read_rate, rates, self._profile, chance, self._layers_ahead())
+        chance = self._acceptance(acceptance) if drafts else 0.0
+        disk_rate = math.inf
+        if 0 < self._places < target.expert_count:
+            disk_rate = self._disk(disk) * 1e9
+        ahead = self._layers_ahead()
+        return Costs(read_rate, rates, self._profile, chance, ahead, disk_rate)
 
-    def _pins_all(self, pin: str | int) -> bool:
-        """Whether the GPU may read every expert in host memory; said where it matters."""
-        pack = self._packs[0]
-        if pack.expert_layout is None or self.name == "cpu":
-            return False
-        needed = pack.expert_count() * pack.expert_layout.stride
+    def _add_times(self, known: Profile | None) -> None:
+        """Times of passes, where they are not reckoned from bytes; `known` is what was kept of them."""
+        found, drafts = self._profile, len(self.sizes) > 1
+        now = "measured just now, on stand-in weights"
+        if found is None or found.plain_layer_ms is None:
+            return
+        source = "by profile"
+        if known is None or known.plain_layer_ms is None:
+            source = now
+        elif drafts and not times_drafts(known):
+            source += " without drafts; checking several, "
+            source += now if times_drafts(found) else "by the bytes it reads more"
+        self._add("a target layer", found.plain_layer_ms, "ms", source)
+        if drafts and found.draft_token_ms:
+            by_profile = known is not None and known.draft_token_ms
+            source = "by profile" if by_profile else now
+            self._add("a draft token", found.draft_token_ms, "ms", source)
+
+    def _pin(self, pin: str | int) -> Literal["all", "none"] | int:
+        """What may be page-locked of host memory, as loading decides it; said where it matters."""
+        pack, target = self._packs[0], self.sizes[0]
+        if not target.config.is_moe or self.name == "cpu":
+            return "none"
+        needed = target.expert_count * target.stride
         if self._imagined and pin == "auto":
             self.notes.append(f"no such card is here: {size(needed)} of RAM for experts is assumed")
-            return True
+            return "all"
         pinned = pin_bytes(pin, pack)
-        if pinned == "all" or (pinned != "none" and pinned >= needed):
-            return True
-        self.notes.append(
-            f"not all of the {size(needed)} of experts may be page-locked (--pin): "
-            f"misses take longer, and steps are driven by the host"
-        )
-        return False
+        places = ram_places(pinned, 0, target.expert_count, target.stride)
+        if not places:
+            self.notes.append(
+                f"none of the {size(needed)} of experts may be page-locked (--pin): "
+                f"misses take longer, and steps are driven by the host"
+            )
+        elif places < target.expert_count:
+            self.notes.append(
+                f"RAM has places for {places} of {target.expert_count} experts (--pin): what is neither "
+                f"there nor in a slot is read from disk, and steps are driven by the host"
+            )
+        return pinned
+
+    def _disk(self, given: float | None) -> float:
+        known = self._profile
+        if given is not None:
+            return self._add("disk", given, "GB/s", "given by --disk")
+        if known is not None and known.disk_gbps:
+            return self._add("disk", known.disk_gbps, "GB/s", "by profile")
+        return self._add("disk", DISK, "GB/s", "assumed: NVMe, PCIe 3 with 4 lanes; --disk")
 
     def _link(self, given: float | None) -> float:
-        stride = self._packs[0].expert_layout.stride  # type: ignore[union-attr]
-        known = self._profile
+        stride, known = self.sizes[0].stride, self._profile
         if given is not None:
             return self._add("link", given, "GB/s", "given by --link")
         if known is not None and known.expert_copy_ms:
             return self._add("link", stride / known.expert_copy_ms / 1e6, "GB/s", "by profile")
         if self.name == "cpu":
             return self._add("link", HOST_LINK, "GB/s", "assumed: from the page cache; --link")
-        if not self._pinned:
+        if not self._places:
             what = "assumed: memory that is not page-locked; --link"
             return self._add("link", RING_LINK, "GB/s", what)
         if self._imagined:
@@ -344,7 +397,7 @@ class _Machine:
         if not drafts or not ExpertPredictor.fits(target.config, drafts[0].config):
             return 0
         layers = target.config.num_hidden_layers
-        return min(layers, LAYERS_AHEAD) if self._pinned else layers
+        return min(layers, LAYERS_AHEAD) if self._pins_all else layers
 
     def _add(self, name: str, value: float, unit: str, source: str) -> float:
         self.figures.append(Figure(name, value, unit, source))

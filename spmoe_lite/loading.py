@@ -8,6 +8,7 @@ every kernel then runs once, and the steps are captured. Experts come on demand,
 from __future__ import annotations
 
 import json
+import math
 import platform
 import re
 import threading
@@ -21,9 +22,9 @@ from typing import Literal
 import numpy as np
 import torch
 
-from spmoe_lite import library, tune
+from spmoe_lite import cputime, library, tune
 from spmoe_lite.chat_template import ChatTemplate
-from spmoe_lite.config import SamplingParams, matrix_bytes, scheme_of
+from spmoe_lite.config import SamplingParams, scheme_of
 from spmoe_lite.cutoff import Drift, Profile, load_profile
 from spmoe_lite.decoder import PREFILL_CHUNK, Decoder
 from spmoe_lite.device import (
@@ -45,13 +46,12 @@ from spmoe_lite.errors import (
 )
 from spmoe_lite.graphs import StepGraphs
 from spmoe_lite.hostmap import HostMap, default_pin
-from spmoe_lite.kernels.linear import linear
 from spmoe_lite.kernels.residency import Tables
 from spmoe_lite.kvcache import KVCache
 from spmoe_lite.manifest import Dtypes
 from spmoe_lite.model import Transformer
-from spmoe_lite.pack import Pack, view_weight
-from spmoe_lite.plan import KV_TYPES, ModelSize, Plan, parse_size, plan_pair
+from spmoe_lite.pack import Pack
+from spmoe_lite.plan import KV_TYPES, ModelSize, Plan, parse_size, plan_pair, ram_places
 from spmoe_lite.predictor import ExpertPredictor
 from spmoe_lite.prefetch import Prefetcher
 from spmoe_lite.progress import OnProgress, check
@@ -213,6 +213,7 @@ class Loader:
     def _make_plan(self) -> None:
         device, target = self.parts.device, self.parts.packs[0]
         sizes = [ModelSize.of(pack) for pack in self.parts.packs]
+        pinned = self._pinned(self.pin, target)
         self.parts.plan = plan_pair(
             sizes[0],
             sizes[1] if len(sizes) > 1 else None,
@@ -225,12 +226,27 @@ class Loader:
             draft_tokens=self.length.most,
             chunk=PREFILL_CHUNK,
             kv_type=self.kv_type,
-            costs=Costs(
-                read_rate=_read_rate(target, device, self.pin),
-                product_rates=product_rates(device, target.dtypes),
-                profile=load_profile(self._profile_path()),
-            ),
+            pinned=pinned,
+            costs=self._costs(pinned, sizes[0]),
         )
+
+    def _costs(self, pinned: Literal["all", "none"] | int, size: ModelSize) -> Costs:
+        """Of a token without a draft, which is what the plan says."""
+        device, target = self.parts.device, self.parts.packs[0]
+        if target.expert_layout is None:
+            return Costs(1e9, {})
+        known = load_profile(self._profile_path())
+        if device.type == "cpu":
+            return Costs(_pack_rate(target), {}, cputime.complete(known, size, None, 0))
+        rates = product_rates(device, target.dtypes)
+        places = ram_places(pinned, 0, size.expert_count, size.stride)
+        if not places:
+            return Costs(_pack_rate(target), rates, known)
+        disk = math.inf
+        if places < size.expert_count:
+            measured = None if known is None else known.disk_gbps
+            disk = measured * 1e9 if measured else _pack_rate(target)
+        return Costs(bus_rate(device), rates, known, disk_rate=disk)
 
     def _start_trace(self, path: Path) -> None:
         target, *drafts = self.parts.packs
@@ -273,7 +289,7 @@ class Loader:
                 "checked at once, and int8 makes more of it: the text may depend on the draft"
             )
         target, store = self._load_model(
-            target_pack, parts.plan.slots, context, parts.counters, self.pin
+            target_pack, parts.plan.slots, context, parts.counters, parts.plan.ram_places
         )
         target_kv = self._kv_cache(target, context)
         models, stores = [(target, target_kv)], [store]
@@ -282,7 +298,7 @@ class Loader:
             config = draft_packs[0].config
             window = min(context, config.max_position_embeddings)
             every = config.num_hidden_layers * config.num_local_experts
-            draft, draft_store = self._load_model(draft_packs[0], every, window, Counters(), "auto")
+            draft, draft_store = self._load_model(draft_packs[0], every, window, Counters(), 0)
             draft_kv = self._kv_cache(draft, window)
             models.append((draft, draft_kv))
             stores.append(draft_store)
@@ -321,7 +337,7 @@ class Loader:
         )
 
     def _load_model(
-        self, pack: Pack, slots: int, context: int, counters: Counters, pin: str | int
+        self, pack: Pack, slots: int, context: int, counters: Counters, places: int
     ) -> tuple[Transformer, ExpertStore | None]:
         parts, device = self.parts, self.parts.device
         tensors = pack.load_dense(device, on_progress=self.on_progress, cancel=self.cancel)
@@ -335,16 +351,14 @@ class Loader:
         landing = 0 if device.type == "cpu" or table.all_fit else landing_slots(experts)
         slab = self.make_slab(slots + landing, layout.stride, device)
         host, whole = None, layers * experts * layout.stride
-        pinned = "none" if table.all_fit else self._pinned(pin, pack)
-        in_part = isinstance(pinned, int) and pinned < whole
-        if pinned != "none" and not in_part:
+        if places == layers * experts:
             host = parts.host_memory = HostMap(pack, device, self.on_progress, self.cancel)
         store = self.make_store(pack, slab, table, counters, device, host, landing)
-        if isinstance(pinned, int) and in_part:
+        if 0 < places < layers * experts:
             parts.host_memory = tier = RamTier(
                 pack,
                 slab,
-                pinned,
+                places * layout.stride,
                 table.last_used,
                 counters,
                 device,
@@ -492,36 +506,17 @@ def _default_sampling(folder: Path) -> SamplingParams:
 
 
 def product_rates(device: torch.device, dtypes: Dtypes) -> dict[str, float]:
-    """Bytes of weights per second in a single-row product, by dtype."""
-    plain, rates = memory_rate(device), {}
-    for dtype in {dtypes.dense, dtypes.linear, dtypes.embed, dtypes.experts or dtypes.dense}:
-        if scheme_of(dtype) is None:
-            rates[dtype] = plain
-        elif device.type == "cuda":
-            rates[dtype] = CODES_RATE * plain
-        else:  # as fast as the CPU dequantises, which has little to do with its memory
-            rows, columns = 512, 2048
-            memory = torch.zeros(matrix_bytes(dtype, rows, columns), dtype=torch.uint8)
-            matrix, row = view_weight(memory, dtype, (rows, columns)), torch.ones(1, columns)
-            seconds = []
-            for _ in range(2):
-                started = time.perf_counter()
-                linear(row, matrix)
-                seconds.append(time.perf_counter() - started)
-            rates[dtype] = memory.nbytes / max(min(seconds), 1e-9)
-    return rates
+    """Bytes of weights per second in a single-row product on a GPU, by dtype."""
+    plain = memory_rate(device)
+    return {
+        dtype: plain if scheme_of(dtype) is None else CODES_RATE * plain
+        for dtype in {dtypes.dense, dtypes.linear, dtypes.embed, dtypes.experts or dtypes.dense}
+    }
 
 
-def _read_rate(pack: Pack, device: torch.device, pin: str | int) -> float:
-    """Bytes per second of a missing expert: over the bus if all are page-locked, else to host memory."""
-    if pack.expert_layout is None:
-        return 1e9
-    if device.type == "cuda":
-        pinned = pin_bytes(pin, pack)
-        if pinned == "all" or (
-            pinned != "none" and pinned >= pack.expert_count() * pack.expert_layout.stride
-        ):
-            return bus_rate(device)
+def _pack_rate(pack: Pack) -> float:
+    """Bytes per second of experts read from the pack's files, one after the other."""
+    assert pack.expert_layout is not None
     out = np.empty(pack.expert_layout.stride, dtype=np.uint8)
     out.fill(0)  # touch the pages: they are not what is measured
     count = min(4, pack.config.num_local_experts)

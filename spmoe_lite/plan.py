@@ -14,7 +14,7 @@ import numbers
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from spmoe_lite.config import DTYPE_BYTES, ModelConfig, scheme_of
 from spmoe_lite.errors import CapacityError, UsageError
@@ -73,8 +73,9 @@ class Plan:
     kv_bytes: int
     workspace_bytes: int
     reserve_bytes: int
+    ram_places: int  # experts that RAM holds page-locked: all, none, or as many as the RAM tier has room for
     context: int
-    read_rate: float  # bytes per second, pack to host
+    read_rate: float  # bytes per second, of a missing expert that RAM holds
     token_seconds: float | None  # estimate without drafting
 
     @property
@@ -83,11 +84,18 @@ class Plan:
         slots = (self.slots + self.landing_slots) * self.slot_bytes
         return fixed + self.workspace_bytes + self.reserve_bytes + slots
 
+    @property
+    def has_tier(self) -> bool:
+        """Whether RAM holds some experts and not all, so that others are read from disk."""
+        return 0 < self.ram_places < self.expert_count
+
     def __str__(self) -> str:
         parts = []
         if self.expert_count:
             held = size(self.slots * self.slot_bytes)
             parts.append(f"{self.slots} of {self.expert_count} experts in slots ({held})")
+        if self.has_tier:
+            parts.append(f"{self.ram_places} in RAM ({size(self.ram_places * self.slot_bytes)})")
         parts.append(f"weights {size(self.target_bytes)}")
         if self.draft_bytes:
             parts.append(f"draft {size(self.draft_bytes)}")
@@ -139,11 +147,12 @@ def plan_pair(
     draft_tokens: int,
     chunk: int,
     kv_type: str,
+    pinned: Literal["all", "none"] | int,
     costs: Costs,
 ) -> Plan:
     """The plan for options as `Engine.load` takes them; `name` is the target's, for messages.
 
-    available: bytes the device has free; chunk: rows of the largest prefill pass.
+    available: bytes the device has free; chunk: rows of the largest prefill pass; pinned: of `ram_places`.
     """
     longest = target.config.max_position_embeddings
     if ctx_size is not None and not 2 <= ctx_size <= longest:
@@ -164,7 +173,18 @@ def plan_pair(
         rows=max(min(chunk, context), draft_tokens + 1),
         costs=costs,
         kv_type=kv_type,
+        pinned=pinned,
     )
+
+
+def ram_places(
+    pinned: Literal["all", "none"] | int, slots: int, expert_count: int, stride: int
+) -> int:
+    """How many experts are page-locked beside `slots`, where so many bytes may be; with less than all of
+    them RAM is a tier, and what has no place there is read from disk."""
+    if pinned == "none" or slots >= expert_count:
+        return 0
+    return expert_count if pinned == "all" else min(pinned // stride, expert_count)
 
 
 def make_plan(
@@ -179,6 +199,7 @@ def make_plan(
     rows: int,
     costs: Costs,
     kv_type: str = "auto",
+    pinned: Literal["all", "none"] | int = "none",
 ) -> Plan:
     """budget, and what is available at most, in bytes; rows: the largest pass.
 
@@ -200,9 +221,9 @@ def make_plan(
     chosen = wanted
     if slots is None and target.config.is_moe:
         chosen = min(asked.slots_in(budget), target.expert_count)
-    seconds = None
+    places, seconds = ram_places(pinned, chosen, target.expert_count, target.stride), None
     if target.config.is_moe:
-        seconds = predict(target, None, chosen, 0, costs).token_ms / 1e3
+        seconds = predict(target, None, chosen, 0, costs, places).token_ms / 1e3
     return Plan(
         device=device,
         budget=budget,
@@ -215,6 +236,7 @@ def make_plan(
         kv_bytes=asked.kv_bytes,
         workspace_bytes=asked.workspace_bytes,
         reserve_bytes=asked.reserve_bytes,
+        ram_places=places,
         context=context,
         read_rate=costs.read_rate,
         token_seconds=seconds,

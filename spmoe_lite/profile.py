@@ -2,6 +2,8 @@
 
     link      experts, one after the other, to a slot by copies; and read by the expert kernel, where the
               GPU reads host memory by itself: what a miss costs
+    disk      experts read past the page cache into RAM and on to a slot, by the RAM tier: what a miss costs
+              where RAM has no room for it
     layer     a target layer of a pass of one row and of a verify pass, without waiting for experts
     draft     one draft token
     accepted  the share of draft tokens that the target keeps, over three short answers
@@ -31,12 +33,15 @@ from spmoe_lite.errors import UsageError
 from spmoe_lite.kernels.expert_gemm import expert_down, expert_up, new_partial
 from spmoe_lite.progress import OnProgress, Progress, check
 from spmoe_lite.prompts import PROMPTS
+from spmoe_lite.ramtier import RamTier
 from spmoe_lite.slab import make_slab
 from spmoe_lite.speed import acceptance
+from spmoe_lite.stats import Counters
 
 ROUNDS = 7
 PROMPT_TOKENS = 64  # context in which a pass is timed
 ANSWER_TOKENS = 32  # of each answer in which acceptance is counted
+DISK_BYTES = 512 << 20  # read from disk
 STAGES = 4
 
 
@@ -64,15 +69,15 @@ def profile(
     with torch.inference_mode(), current(engine.device):
         begin(1)
         stride = engine.plan.slot_bytes
-        if (
-            decoder.store.table.all_fit and engine.device.type == "cuda"
-        ):  # for other numbers of slots
+        there = decoder.store.table.all_fit or decoder.store.tier is not None
+        if there and engine.device.type == "cuda":  # for other numbers of slots, and from places
             copy_ms = stride / bus_rate(engine.device) * 1e3
         else:
             copy_ms = _median_ms(_copier(engine))
         reader = _reader(engine)
         read_ms = None if reader is None else _median_ms(reader)
         miss_ms = copy_ms if read_ms is None else read_ms
+        disk = _disk_gbps(engine)
         begin(2)
         if decoder.graphs is not None:
             plain, verify, rows, draft = _captured_passes(engine, miss_ms)
@@ -104,6 +109,7 @@ def profile(
         read_gbps=None if read_ms is None else _gbps(stride, read_ms),
         acceptance=accepted,
         miss_ratio=missed,
+        disk_gbps=disk,
     )
     if engine.device.type == "cuda":
         torch.cuda.empty_cache()  # of what measuring took beside the plan
@@ -177,6 +183,26 @@ def _reader(engine: Engine) -> Callable[[], float] | None:
         return (time.perf_counter() - started) * 1e3 * (1 - 1 / (k * len(uses)))
 
     return once
+
+
+def _disk_gbps(engine: Engine) -> float | None:
+    """Experts one after the other through the RAM tier, direct reads by its threads; None without RAM."""
+    pack, host = engine.target_pack, torch.device("cpu")
+    stride, c = engine.plan.slot_bytes, engine.target_pack.config
+    every = itertools.product(range(c.num_local_experts), range(c.num_hidden_layers))
+    keys = [(layer, expert) for expert, layer in every][: max(2, DISK_BYTES // stride)]
+    slab = make_slab(1, stride, host)
+    tier = RamTier(pack, slab, len(keys) * stride, {}, Counters(), host, bypass=True)
+    try:
+        if tier.num_places < len(keys):
+            return None
+        started = time.perf_counter()
+        for i, key in enumerate(keys):
+            tier.read_ahead(keys[i:])
+            tier.fill(key, 0, None, lambda: None, urgent=True)
+        return _gbps(len(keys) * stride, (time.perf_counter() - started) * 1e3)
+    finally:
+        tier.close()
 
 
 # --- passes

@@ -6,6 +6,8 @@ A step drafts K tokens, verifies T = K + 1 positions in one pass and writes E[T]
     ms / token  = (K t_draft + t_pass(T) + copies t_copy - hidden) / E[T]
     copies      = layers x `expected_copies` of T tokens: an LRU in each layer, uniform routing; times the
                   miss ratio that `profile` has seen
+    from disk   = the same with as many slots as there are slots and places in RAM: what has a slot has no
+                  place. Such a copy goes at the slower of both rates: its parts are sent on as they come
     hidden      = the copies ahead that `cutoff_layer` allows, times the chance that the slot they took is
                   not wanted by the same step (docs/log.md, captured steps)
 
@@ -16,6 +18,7 @@ Uniform routing is the hard case: where texts prefer some experts, less is misse
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,6 +38,7 @@ class Costs:
     profile: Profile | None = None  # measured on this machine for these packs
     acceptance: float = 0.0
     layers_ahead: int = 0  # that copies ahead of need may reach
+    disk_rate: float = math.inf  # of a missing expert that has no place in RAM, where RAM is a tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class Speed:
     drafting_ms: float
     pass_ms: float
     copies: float  # experts that the pass misses
+    disk_copies: float  # of them, those that are read from disk
     copy_ms: float  # of all of them
     hidden_ms: float  # of it, done while drafting
     tokens: float  # written by a step
@@ -58,14 +63,27 @@ class Speed:
     def token_ms(self) -> float:
         return self.step_ms / self.tokens
 
+    @property
+    def disk_share(self) -> float:
+        """Of the experts that a pass misses."""
+        return self.disk_copies / self.copies if self.copies else 0.0
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"token_ms": self.token_ms}
+        return asdict(self) | {"disk_share": self.disk_share, "token_ms": self.token_ms}
 
 
 def predict(
-    target: ModelSize, draft: ModelSize | None, slots: int, draft_tokens: int, costs: Costs
+    target: ModelSize,
+    draft: ModelSize | None,
+    slots: int,
+    draft_tokens: int,
+    costs: Costs,
+    ram_places: int = 0,
 ) -> Speed:
-    """A step of `target` with `slots` of its experts in slots, and `draft_tokens` drafts."""
+    """A step of `target` with `slots` of its experts in slots, and `draft_tokens` drafts.
+
+    ram_places: those of a `Plan`; with 0 no expert is read from disk.
+    """
     c, profile = target.config, costs.profile
     drafts = draft_tokens if draft is not None else 0
     rows, layers, experts = drafts + 1, c.num_hidden_layers, c.num_local_experts
@@ -84,12 +102,17 @@ def predict(
             token_ms = profile.draft_token_ms
         else:
             token_ms = read_seconds(draft, 1, costs.product_rates) * 1e3
-    copies = hidden = 0.0
+    copies = disk_copies = hidden = 0.0
     if experts and resident < 1:
         k, ratio = c.num_experts_per_tok, 1.0
         if profile is not None and profile.miss_ratio is not None:
             ratio = profile.miss_ratio
         copies = layers * expected_copies(experts, k, rows, resident) * ratio
+        if ram_places:
+            held = min(1.0, (slots + ram_places) / target.expert_count)
+            disk_copies = layers * expected_copies(experts, k, rows, held) * ratio
+            slower = target.stride / min(costs.read_rate, costs.disk_rate) * 1e3 - copy_ms
+            copy_ms += slower * disk_copies / copies if copies else 0.0
         ahead = expected_copies(experts, k, drafts, resident) * ratio
         times = Profile(copy_ms, token_ms, pass_ms / layers)
         reach = cutoff_layer(
@@ -107,6 +130,7 @@ def predict(
         drafting_ms=drafts * token_ms,
         pass_ms=pass_ms,
         copies=copies,
+        disk_copies=disk_copies,
         copy_ms=copies * copy_ms,
         hidden_ms=hidden,
         tokens=1 + mean_accepted(costs.acceptance, drafts),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from spmoe_lite.config import ModelConfig, Rope
 from spmoe_lite.errors import CapacityError, UsageError
 from spmoe_lite.manifest import Dtypes
-from spmoe_lite.plan import ModelSize, make_plan, parse_size
+from spmoe_lite.plan import ModelSize, make_plan, parse_size, ram_places
 from spmoe_lite.speed import Costs
 
 
@@ -156,12 +156,12 @@ def test_changes_are_given_together_where_none_is_enough():
 
 
 def plan_of(
-    target, device="cuda", slots=4, kv_type="auto", draft=None, budget=10**12, **rates
+    target, device="cuda", slots=4, kv_type="auto", draft=None, budget=10**12, pinned="none", **rates
 ):  # fmt: skip
     rates = dict.fromkeys(("fp16", *QUANTISED), 1e10) | rates
     return make_plan(
         target, draft, device=device, budget=budget, available=budget, slots=slots, context=100,
-        rows=8, costs=Costs(1e9, rates), kv_type=kv_type,
+        rows=8, costs=Costs(1e9, rates, disk_rate=1e8), kv_type=kv_type, pinned=pinned,
     )  # fmt: skip
 
 
@@ -193,3 +193,24 @@ def test_int8_caches_take_a_byte_a_value_and_a_scale_a_row():
     layer = plan_of(target, "cpu", kv_type="int8").workspace_bytes
     layer -= plan_of(target, "cpu").workspace_bytes
     assert layer == 2 * 2 * 16 * 100 * 4  # keys and values of a layer in fp32
+
+
+@pytest.mark.parametrize(
+    "pinned, slots, places",
+    [("none", 8, 0), ("all", 8, 16), ("all", 16, 0), (1599, 8, 15), (1600, 8, 16), (99, 8, 0)],
+)
+def test_ram_holds_all_experts_or_some_or_none(pinned, slots, places):
+    assert ram_places(pinned, slots, 16, 100) == places
+
+
+def test_a_plan_says_what_ram_holds_and_its_token_waits_for_the_disk():
+    target = model(2, 8, 3)
+    whole, none, few = (plan_of(target, pinned=p) for p in ("all", "none", 8 * target.stride))
+    assert (whole.ram_places, none.ram_places, few.ram_places) == (16, 0, 8)
+    assert few.has_tier and "8 in RAM" in str(few)
+    assert not whole.has_tier and not none.has_tier and "in RAM" not in str(whole)
+    assert whole.token_seconds == none.token_seconds
+    from_disk = 2 * 2 * (1 - 12 / 16)  # of a token's four experts, those in no slot and no place
+    slower = from_disk * target.stride * (1e-8 - 1e-9)
+    assert few.token_seconds - whole.token_seconds == pytest.approx(slower)
+    assert plan_of(target, pinned=15 * target.stride).token_seconds == whole.token_seconds

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spmoe_lite import cli
+from spmoe_lite import cli, cputime
 from spmoe_lite import forecast as forecasts
 from spmoe_lite.converters import convert
 from spmoe_lite.cutoff import Profile, expected_copies, save_profile
 from spmoe_lite.engine import Engine
 from spmoe_lite.errors import CapacityError, UnsupportedError, UsageError
 from spmoe_lite.forecast import forecast
-from spmoe_lite.loading import profile_path
+from spmoe_lite.loading import Loader, profile_path
 from spmoe_lite.pack import Pack
 from spmoe_lite.plan import ModelSize
 from spmoe_lite.speed import Costs, acceptance, mean_accepted, predict
@@ -126,6 +126,7 @@ def test_a_pair_that_cannot_be_loaded_is_refused(packs, tmp_path):
         {"link": 1e-320},
         {"memory": 1e-320},
         {"memory": -1.0},
+        {"disk": 0},
         {"memory": float("inf")},
         {"acceptance": 1.5},
         {"acceptance": float("nan")},
@@ -184,14 +185,101 @@ def test_without_a_profile_a_pass_takes_its_bytes(packs):
 
 
 @pytest.mark.parametrize("rows", [None, 0, 1])
-def test_a_profile_without_drafts_does_not_price_checking_them_as_one_row(packs, tmp_path, rows):
+def test_a_profile_without_drafts_does_not_price_checking_them_as_one_row(
+    packs, tmp_path, rows, monkeypatch
+):
+    monkeypatch.setattr(cputime, "pass_ms", lambda model, rows: 2.0 + rows)  # 7 / 3
     alone = replace(MEASURED, verify_rows=rows, target_layer_ms=0.25, draft_token_ms=0.0)
     save_profile(profile_path(["target"], HERE, tmp_path), alone)
     found = forecast(*packs, device="cpu", home=tmp_path)
     assert found.plain_speed.pass_ms == pytest.approx(3 * 0.25)
-    assert found.speed.pass_ms > 1.5 * found.plain_speed.pass_ms
+    assert found.speed.pass_ms == pytest.approx(3 * 0.25 * 7 / 3)
+    assert found.speed.drafting_ms == pytest.approx(4 * 3)
     (layer,) = [figure for figure in found.figures if figure.name == "a target layer"]
     assert layer.source.startswith("by profile without drafts")
+    (token,) = [figure for figure in found.figures if figure.name == "a draft token"]
+    assert token.source.startswith("measured just now")
+
+
+def test_on_the_cpu_passes_are_timed_on_stand_ins(packs, monkeypatch, tmp_path):
+    times = {(True, 1): 6.0, (True, 4): 15.0, (False, 1): 4.0}
+    monkeypatch.setattr(cputime, "pass_ms", lambda model, rows: times[model.config.is_moe, rows])
+    found = forecast(*packs, device="cpu", home=tmp_path, draft_tokens=3)
+    assert found.plain_speed.pass_ms == pytest.approx(6)
+    assert found.speed.pass_ms == pytest.approx(15) and found.speed.drafting_ms == pytest.approx(12)
+    sources = {figure.name: figure.source for figure in found.figures}
+    assert sources["a target layer"] == sources["a draft token"]
+    assert sources["a draft token"].startswith("measured just now")
+    assert found.plain_plan.token_seconds == pytest.approx(0.006)
+    assert forecast(packs[1], device="cpu").speed is None  # dense: nothing to time
+    given = forecast(*packs, device="cpu", memory=1.0)
+    assert "a target layer" not in {figure.name for figure in given.figures}
+
+
+# --- RAM that does not hold all experts
+
+
+def test_what_has_neither_slot_nor_place_comes_from_disk(packs):
+    target, draft = map(size_of, packs)
+    rates = dict.fromkeys((*target.dense, "fp32", "bf16"), 1e9)
+    costs = Costs(target.stride / 2e-3, rates, MEASURED, disk_rate=target.stride / 5e-3)
+    step = predict(target, draft, 12, 4, costs, 6)
+    assert step.copies == predict(target, draft, 12, 4, costs).copies
+    assert step.disk_copies == pytest.approx(3 * expected_copies(8, 2, 5, 18 / 24) * 0.5)
+    assert step.disk_share == pytest.approx(0.5)
+    assert step.copy_ms == pytest.approx(3.5 * step.copies)  # half of them 2 ms, half 5
+    assert step.to_dict()["disk_share"] == step.disk_share
+    fast = replace(costs, disk_rate=1e15)  # the bus is what is slow then
+    assert predict(target, draft, 12, 4, fast, 6).copy_ms == pytest.approx(2 * step.copies)
+    for places in (0, 12, 24):
+        assert predict(target, draft, 12, 4, costs, places).disk_copies == 0
+
+
+def test_a_card_that_is_not_here_beside_little_ram(packs, capsys, tmp_path):
+    target, draft = packs
+    stride = size_of(target).stride
+    where = {"vram": "450MB", "slots": 9, "pin": 6 * stride + 5, "home": tmp_path}
+    found = forecast(*packs, **where)
+    assert (found.plan.slots, found.plan.ram_places) == (9, 6) and found.plan.has_tier
+    assert 0 < found.speed.disk_share < 1 and found.plain_speed.disk_copies > 0
+    figures = {figure.name: figure for figure in found.figures}
+    assert figures["disk"].value == forecasts.DISK and "--disk" in figures["disk"].source
+    assert "PCIe" in figures["link"].source
+    (note,) = [note for note in found.notes if "disk" in note]
+    assert "6 of 24 experts" in note
+    given = forecast(*packs, **where, disk=0.5)
+    assert given.speed.copy_ms > found.speed.copy_ms
+    fits = forecast(*packs, **where | {"slots": 18})
+    assert fits.speed.disk_copies == 0
+    args = ["plan", target, "--draft", draft, "--vram", "450MB", "--slots", "9", "--pin"]
+    assert spmoe(*args, str(6 * stride)) == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"^experts in slots and RAM +15 +15$", out, re.MULTILINE)
+    assert re.search(r"^of them read from disk +[\d.]+ \(60%\) +[\d.]+ \(60%\)$", out, re.MULTILINE)
+    assert "disk: 3 GB/s, assumed" in err
+    assert spmoe(*args, str(6 * stride), "--json") == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["plan"]["ram_places"] == 6
+    assert values["speed"]["disk_share"] == pytest.approx(0.6)
+    assert spmoe(*args, "none") == 0
+    assert "read from disk" not in capsys.readouterr().out
+
+
+def test_what_profile_measured_of_the_disk_is_used(packs, tmp_path, monkeypatch):
+    known = replace(MEASURED, disk_gbps=1.5)
+    machine = forecasts._Machine.__new__(forecasts._Machine)
+    machine.figures, machine._profile = [], known
+    assert machine._disk(None) == 1.5 and machine.figures[-1].source == "by profile"
+    assert machine._disk(9.0) == 9.0 and machine.figures[-1].source == "given by --disk"
+
+
+def test_loading_makes_the_tier_that_is_planned(packs, monkeypatch):
+    stride = size_of(packs[0]).stride
+    monkeypatch.setattr(Loader, "_pinned", lambda self, pin, pack: 5 * stride + 7)
+    with Engine.load(packs[0], device="cpu", slots=6) as engine:
+        assert engine.plan.ram_places == engine.stats()["ram_places"] == 5
+    with Engine.load(packs[0], device="cpu", slots=24) as engine:
+        assert engine.plan.ram_places == 0
 
 
 def test_acceptance_and_its_mean_are_inverse():

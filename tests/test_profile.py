@@ -6,6 +6,8 @@ import threading
 import pytest
 import torch
 
+from spmoe_lite import profile as profiles
+from spmoe_lite import ramtier
 from spmoe_lite.converters import convert
 from spmoe_lite.cutoff import Profile, load_profile, save_profile
 from spmoe_lite.engine import Engine
@@ -72,6 +74,23 @@ def test_without_a_draft_the_link_and_the_layers_are_measured(packs):
         assert measured.plain_layer_ms == measured.target_layer_ms > 0
 
 
+def test_the_disk_is_read_as_the_ram_tier_reads_it(packs, monkeypatch):
+    reads, read = [], ramtier._Disk.read
+
+    def watched(self, layer, expert, out, offset):
+        reads.append((self._bypass, layer, expert))
+        read(self, layer, expert, out, offset)
+
+    monkeypatch.setattr(ramtier._Disk, "read", watched)
+    monkeypatch.setattr(profiles, "DISK_BYTES", 1 << 16)
+    with Engine.load(packs[0], device="cpu", slots=6) as engine:
+        count = max(2, min(24, (1 << 16) // engine.plan.slot_bytes))
+        assert profiles._disk_gbps(engine) > 0
+        assert set(reads) == {(True, i % 3, i // 3) for i in range(count)}
+        monkeypatch.setattr(ramtier, "available_bytes", lambda device: 0)
+        assert profiles._disk_gbps(engine) is None
+
+
 def test_a_dense_model_has_nothing_to_measure(packs):
     with Engine.load(packs[1], device="cpu") as engine, pytest.raises(UsageError, match="experts"):
         profile(engine)
@@ -95,7 +114,7 @@ def test_what_older_versions_kept_is_read_and_what_is_no_figure_is_not(tmp_path)
     for bad in ({"acceptance": "x"}, {"copy_gbps": -1}, {"expert_copy_ms": None}, {"other": 1}):
         path.write_text(json.dumps(old | bad))
         assert load_profile(path) is None
-    whole = Profile(1.0, 2.0, 3.0, 0.5, 5, 50.0, 49.0, 0.8, 0.6)
+    whole = Profile(1.0, 2.0, 3.0, 0.5, 5, 50.0, 49.0, 0.8, 0.6, 1.5)
     save_profile(path, whole)
     assert load_profile(path) == whole
 
