@@ -560,10 +560,7 @@ def test_internals_look_undefined(tokenizer, source):
     assert ChatTemplate(source, tokenizer).render([user("x")]) == ""
 
 
-@pytest.mark.parametrize(
-    "attack",
-    ["nested loops", "many large values", "lists of lists", "replace"],
-)
+@pytest.mark.parametrize("attack", ["many large values", "lists of lists", "replace"])
 def test_with_the_real_budget_memory_stays_small(plain, attack):
     tracemalloc.start()
     try:

@@ -981,9 +981,7 @@ PEAK = textwrap.dedent("""
 """)
 
 
-@pytest.mark.parametrize(
-    "spelling, experts", [("w123", "int8"), ("stacked", "int4"), ("stacked", "fp16")]
-)
+@pytest.mark.parametrize("spelling, experts", [("w123", "int8"), ("stacked", "fp16")])
 def test_memory_holds_one_expert_not_the_checkpoint(
     spelling: str, experts: str, tmp_path: Path
 ) -> None:

@@ -84,8 +84,7 @@ def test_linear_of_codes_matches_fp64_of_what_they_stand_for(scheme, n, k, dtype
 GATED = [(None, 70, 72), (None, 200, 600), ("int4-g64z", 100, 704), ("int8-g32", 70, 160)]
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 9, 40])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype, tokens", [(torch.float32, 0), *RUNS])
 @pytest.mark.parametrize("scheme, inner, k", GATED)
 def test_swiglu_is_silu_of_the_first_half_times_the_second(scheme, inner, k, dtype, tokens, device):
     whole = torch.randn(2 * inner, k) * 0.1
