@@ -20,7 +20,7 @@ import torch
 
 from spmoe_lite import cputime, library
 from spmoe_lite.config import scheme_of
-from spmoe_lite.cutoff import Profile, load_profile
+from spmoe_lite.cutoff import Profile, expected_copies, load_profile
 from spmoe_lite.decoder import PREFILL_CHUNK
 from spmoe_lite.device import available_bytes, bus_rate, check_experts, choose_device
 from spmoe_lite.drafting import MARGIN
@@ -302,6 +302,14 @@ class _Machine:
             by_profile = known is not None and known.draft_token_ms
             source = "by profile" if by_profile else now
             self._add("a draft token", found.draft_token_ms, "ms", source)
+        if drafts and found.verify_rows and (known is None or not times_drafts(known)):
+            c = self.sizes[0].config
+            needed = expected_copies(
+                c.num_local_experts, c.num_experts_per_tok, found.verify_rows, 0.0
+            )
+            name = f"experts of a layer that {found.verify_rows} tokens need"
+            source = "assumed: uniform routing; profile times a real one"
+            self._add(name, needed, f"of {c.num_local_experts}", source)
 
     def _pin(self, pin: str | int) -> Literal["all", "none"] | int:
         """What may be page-locked of host memory, as loading decides it; said where it matters."""
