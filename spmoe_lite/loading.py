@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from spmoe_lite import cputime, library, tune
+from spmoe_lite import library, tune
 from spmoe_lite.chat_template import ChatTemplate
 from spmoe_lite.config import SamplingParams, scheme_of
 from spmoe_lite.cutoff import Drift, Profile, load_profile
@@ -231,13 +231,13 @@ class Loader:
         )
 
     def _costs(self, pinned: Literal["all", "none"] | int, size: ModelSize) -> Costs:
-        """Of a token without a draft, which is what the plan says."""
+        """Of a token without a draft, which is what the plan says; on the CPU only if it was profiled."""
         device, target = self.parts.device, self.parts.packs[0]
         if target.expert_layout is None:
             return Costs(1e9, {})
         known = load_profile(self._profile_path())
         if device.type == "cpu":
-            return Costs(_pack_rate(target), {}, cputime.complete(known, size, None, 0))
+            return Costs(_pack_rate(target), {}, known)
         rates = product_rates(device, target.dtypes)
         places = ram_places(pinned, 0, size.expert_count, size.stride)
         if not places:

@@ -222,7 +222,7 @@ def make_plan(
     if slots is None and target.config.is_moe:
         chosen = min(asked.slots_in(budget), target.expert_count)
     places, seconds = ram_places(pinned, chosen, target.expert_count, target.stride), None
-    if target.config.is_moe:
+    if target.config.is_moe and costs.price_a_pass:
         seconds = predict(target, None, chosen, 0, costs, places).token_ms / 1e3
     return Plan(
         device=device,

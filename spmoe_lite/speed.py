@@ -40,6 +40,12 @@ class Costs:
     layers_ahead: int = 0  # that copies ahead of need may reach
     disk_rate: float = math.inf  # of a missing expert that has no place in RAM, where RAM is a tier
 
+    @property
+    def price_a_pass(self) -> bool:
+        """Whether anything says what a pass takes."""
+        profiled = self.profile is not None and self.profile.plain_layer_ms is not None
+        return profiled or bool(self.product_rates)
+
 
 @dataclass(frozen=True, slots=True)
 class Speed:

@@ -70,6 +70,7 @@ def test_it_is_the_plan_that_loading_makes(packs, with_draft, options):
     pair = packs if with_draft else packs[:1]
     with Engine.load(*pair, device="cpu", **options) as engine:
         loaded = engine.plan
+    assert loaded.token_seconds is None  # nothing is timed before an answer may begin
     planned = forecast(*pair, device="cpu", **options).plan
     for moment in ("read_rate", "token_seconds", *([] if "vram" in options else ["budget"])):
         planned = replace(planned, **{moment: getattr(loaded, moment)})
