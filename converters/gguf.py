@@ -47,7 +47,8 @@ from spmoe_lite.converters.gguf_file import (
 from spmoe_lite.converters.gguf_tokenizer import tokenizer_files
 from spmoe_lite.converters.source import Piece, SourceTensor
 from spmoe_lite.errors import DamagedError, NotFoundError, UnsupportedError
-from spmoe_lite.manifest import naming, printable
+from spmoe_lite.files import naming
+from spmoe_lite.manifest import printable
 from spmoe_lite.quant import QuantizedMatrix
 
 MAX_EXPERTS = 4096

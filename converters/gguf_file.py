@@ -28,7 +28,7 @@ from gguf.quants import dequantize
 from spmoe_lite.config import Scheme
 from spmoe_lite.converters.source import read_at
 from spmoe_lite.errors import DamagedError, NotFoundError, UnsupportedError
-from spmoe_lite.manifest import naming
+from spmoe_lite.files import naming
 from spmoe_lite.quant import QuantizedMatrix, pack_scales, view_matrix
 
 MAGIC = b"GGUF"

@@ -66,13 +66,13 @@ from spmoe_lite.converters.recipe import (
 )
 from spmoe_lite.converters.source import Checkpoint, Piece, Source, SourceTensor, TensorFiles
 from spmoe_lite.errors import Cancelled, DamagedError, SpmoeError, UnsupportedError, UsageError
+from spmoe_lite.files import PARTIAL, naming, open_listed
 from spmoe_lite.manifest import (
     DENSE,
     FORMAT,
     HEAD,
     JOURNAL,
     MANIFEST,
-    PARTIAL,
     SUFFIX,
     TEXT_FILES,
     Dtypes,
@@ -80,8 +80,6 @@ from spmoe_lite.manifest import (
     dense_shapes,
     layer_file,
     misfit,
-    naming,
-    open_listed,
     quantised_matrices,
     read_header,
     read_journal,

@@ -58,7 +58,7 @@ def run_command(args: list[str]) -> int:
     except SpmoeError as error:
         return _fail(str(error), error.exit_code, state)
     except OSError as error:  # of a place where the library does not expect one, or of stdout
-        from spmoe_lite.manifest import disk_error
+        from spmoe_lite.files import disk_error
 
         named = disk_error(
             error, error.filename or "the output", "use" if error.filename else "write"

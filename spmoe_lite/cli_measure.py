@@ -326,7 +326,7 @@ def bench_packs(
     """
     from spmoe_lite.bench import POLICIES, USUAL, bench, check_how, machine, plan_rows, summary
     from spmoe_lite.chart import draw
-    from spmoe_lite.manifest import write_whole
+    from spmoe_lite.files import write_whole
     from spmoe_lite.prompts import PROMPTS, parse_prompts
 
     texts = parse_prompts(read_prompt(None, prompts), prompts) if prompts else PROMPTS

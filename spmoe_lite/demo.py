@@ -51,7 +51,8 @@ from spmoe_lite.errors import (
     UnsupportedError,
     UsageError,
 )
-from spmoe_lite.manifest import MANIFEST, disk_error, locked, read_manifest
+from spmoe_lite.files import disk_error, locked
+from spmoe_lite.manifest import MANIFEST, read_manifest
 from spmoe_lite.pack import Pack
 from spmoe_lite.progress import OnProgress, Progress, check
 

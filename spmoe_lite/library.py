@@ -22,6 +22,7 @@ from typing import Any
 
 from spmoe_lite import manifest as m
 from spmoe_lite.errors import NotFoundError, SpmoeError, UnsupportedError, UsageError
+from spmoe_lite.files import PARTIAL, disk_error, load_json, locked, naming, open_confined
 from spmoe_lite.progress import OnProgress
 
 USED = "used.json"
@@ -72,7 +73,7 @@ def find(name_or_path: str | Path, home: str | Path | None = None) -> Path:
     converted, a conversion that was not finished.
     """
     given = Path(name_or_path)
-    if os.path.isfile(given / m.MANIFEST) and not given.name.endswith(m.PARTIAL):
+    if os.path.isfile(given / m.MANIFEST) and not given.name.endswith(PARTIAL):
         return given
     folder, name = _home(home), str(name_or_path).removesuffix(m.SUFFIX)
     if _is_name(name):
@@ -80,7 +81,7 @@ def find(name_or_path: str | Path, home: str | Path | None = None) -> Path:
         m.restore_old(path)
         if os.path.isfile(path / m.MANIFEST):
             return path
-        if os.path.isdir(_beside(path, m.PARTIAL)):
+        if os.path.isdir(_beside(path, PARTIAL)):
             raise NotFoundError(f"{name} is not finished; run the same convert again to go on")
         if os.path.lexists(path):
             raise NotFoundError(
@@ -112,7 +113,7 @@ def packs(home: str | Path | None = None) -> list[PackInfo]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise m.disk_error(error, folder, "read") from error
+        raise disk_error(error, folder, "read") from error
     for path in entries:
         if path.name.endswith(m.SUFFIX + m.OLD):
             with contextlib.suppress(SpmoeError):  # a folder that cannot be written is still listed
@@ -156,10 +157,10 @@ def remove(name: str | Path, home: str | Path | None = None) -> None:
     `BusyError` while a conversion is writing it.
     """
     for path in _to_remove(name, _home(home)):
-        if path.name.endswith(m.PARTIAL):
-            with m.locked(path):
+        if path.name.endswith(PARTIAL):
+            with locked(path):
                 pass
-        with m.naming(path, "delete"):
+        with naming(path, "delete"):
             (path / m.MANIFEST).unlink(missing_ok=True)  # half deleted is not a pack
             shutil.rmtree(path)
 
@@ -168,7 +169,7 @@ def _to_remove(name: str | Path, folder: Path) -> list[Path]:
     plain = str(name).removesuffix(m.SUFFIX)
     if _is_name(plain):
         path = folder / (plain + m.SUFFIX)
-        found = [path, _beside(path, m.PARTIAL), _beside(path, m.OLD)]
+        found = [path, _beside(path, PARTIAL), _beside(path, m.OLD)]
         found = [path for path in found if os.path.lexists(path)]
         if found:
             return [_checked(path) for path in found]
@@ -179,7 +180,7 @@ def _to_remove(name: str | Path, folder: Path) -> list[Path]:
         m.read_manifest(path)  # somebody else's manifest.json is refused here
     elif not os.path.isfile(path / m.JOURNAL):
         raise UsageError(f"{path} is not a pack; nothing was deleted")
-    partial = _beside(path, m.PARTIAL)
+    partial = _beside(path, PARTIAL)
     return [_checked(path), *([_checked(partial)] if os.path.isdir(partial) else [])]
 
 
@@ -262,8 +263,8 @@ def touch_used(path: Path, home: str | Path | None = None) -> None:
 def _used(folder: Path) -> dict[str, float]:
     """Resolved path: when it was used. Anything unreadable counts as nothing."""
     try:
-        with m.open_confined(folder, USED) as file:
-            values = m.load_json(file.read(m.MAX_JSON_BYTES), folder / USED)
+        with open_confined(folder, USED) as file:
+            values = load_json(file.read(m.MAX_JSON_BYTES), folder / USED)
     except (OSError, SpmoeError):
         return {}
     pairs = values.items() if isinstance(values, dict) else ()
@@ -343,7 +344,7 @@ def _beside(path: Path, ending: str) -> Path:
 
 
 def _ending(path: Path) -> str | None:
-    for ending in (m.SUFFIX, m.SUFFIX + m.PARTIAL):
+    for ending in (m.SUFFIX, m.SUFFIX + PARTIAL):
         if path.name.endswith(ending) and path.name != ending:
             return ending
     return None

@@ -1,22 +1,17 @@
-"""The pack folder without its tensors: file names, the manifest, safetensors headers, the
-writer's lock.
+"""The pack folder without its tensors: file names, the manifest, safetensors headers.
 
-No torch here, so that listing packs stays quick. Everything read is untrusted: sizes are bounded
-before a byte is read, names are confined to the folder, counts and offsets are checked against
-the file before anything is allocated. `docs/pack-format.md` is the specification; what it says a
-reader must reject is rejected in this module.
+No torch here, so that listing packs stays quick. Everything read is untrusted (`files.py`): sizes are
+bounded before a byte is read, counts and offsets are checked against the file before anything is
+allocated. `docs/pack-format.md` is the specification; what it says a reader must reject is rejected in
+this module.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
-import logging
 import math
 import os
 import re
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from io import FileIO
@@ -24,14 +19,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from spmoe_lite.config import DTYPE_BYTES, ExpertLayout, ModelConfig, matrix_bytes, scheme_of
-from spmoe_lite.errors import (
-    BusyError,
-    CapacityError,
-    DamagedError,
-    NotFoundError,
-    SpmoeError,
-    UnsupportedError,
-    UsageError,
+from spmoe_lite.errors import DamagedError, NotFoundError, UnsupportedError, UsageError
+from spmoe_lite.files import (
+    PARTIAL,
+    disk_error,
+    is_whole,
+    load_json,
+    naming,
+    open_confined,
+    read_exactly,
 )
 
 FORMAT = 2  # written; 1 is still read
@@ -52,9 +48,7 @@ TEXT_FILES = (
     "generation_config.json",
 )
 SUFFIX = ".spmoe"
-PARTIAL = ".partial"  # NAME.spmoe.partial: a conversion that has not finished
 OLD = ".old"  # NAME.spmoe.old: a pack being replaced, for the moment between two renames
-LOCK = ".lock"
 JOURNAL = "partial.json"  # what an unfinished conversion is of, and which files it has finished
 
 MAX_JSON_BYTES = 4 << 20  # of manifest.json and partial.json
@@ -63,8 +57,6 @@ SAFETENSORS_DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 _TEXT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)+")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-log = logging.getLogger("spmoe_lite")
-_DISK_FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
 
 # What a pack holds
@@ -429,37 +421,7 @@ def _check_files(values: Any, config: ModelConfig, path: Path) -> dict[str, tupl
     return files
 
 
-# Files
-
-
-def open_confined(folder: Path, name: str) -> FileIO:
-    """Open `folder`/`name` unbuffered for reading; it must be a regular file inside the folder.
-
-    Raises `DamagedError` for a link that leads out, a folder, a pipe or a device, OSError
-    otherwise.
-    """
-    path = folder / name
-    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
-        raise DamagedError(f"{path} is a link that leads out of the pack; convert again")
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise DamagedError(f"{path} is not a regular file; convert again")
-    return open(path, "rb", buffering=0)
-
-
-def open_listed(folder: Path, name: str, size: int) -> FileIO:
-    """`open_confined`, with the size that the manifest gives; every failure is a `SpmoeError`."""
-    path = folder / name
-    try:
-        file = open_confined(folder, name)
-        found = os.fstat(file.fileno()).st_size
-    except FileNotFoundError as error:
-        raise DamagedError(f"{path} is missing; convert again") from error
-    except OSError as error:
-        raise disk_error(error, path, "read") from error
-    if found != size:
-        file.close()
-        raise DamagedError(f"{path} has {found} bytes, the manifest says {size}; convert again")
-    return file
+# Headers, and what lies beside a pack
 
 
 def write_header(tensors: dict[str, Tensor]) -> bytes:
@@ -518,103 +480,6 @@ def read_header(file: FileIO, path: Path, expected: int | None = None) -> dict[s
     return tensors
 
 
-def read_exactly(file: FileIO, count: int, path: Path) -> bytes:
-    """`count` bytes from an unbuffered file, or `DamagedError` when it is short."""
-    data = bytearray()
-    while len(data) < count:
-        try:
-            piece = file.read(count - len(data))
-        except OSError as error:
-            raise disk_error(error, path, "read") from error
-        if not piece:
-            _damaged(path, f"ends after {len(data)} of {count} bytes")
-        data += piece
-    return bytes(data)
-
-
-def load_json(data: bytes, path: Path) -> Any:
-    """JSON from an untrusted file: UTF-8, no duplicate keys, no NaN, no bottomless nesting."""
-    try:
-        value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
-        )
-        if b"\\u" in data:  # half a surrogate pair is a string that nobody can print
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-        return value
-    except (ValueError, RecursionError) as error:  # JSON and Unicode errors are ValueErrors
-        raise DamagedError(
-            f"{path} is not valid JSON ({error!s:.80}); fetch or convert it again"
-        ) from error
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        raise ValueError("duplicate key")
-    return values
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def disk_error(error: OSError, path: Path | str, verb: str) -> SpmoeError:
-    """What the operating system said about `path`, as one line with the remedy."""
-    text = error.strerror or type(error).__name__
-    if error.errno in _DISK_FULL:
-        return CapacityError(
-            f"disk full: cannot {verb} {path} ({text}); free some space and run the same command "
-            f"again; a conversion goes on where it stopped"
-        )
-    if error.errno == errno.EFBIG:
-        return CapacityError(
-            f"cannot {verb} {path} ({text}): no file of this size is allowed there; "
-            f"choose another place"
-        )
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return CapacityError(
-            f"cannot {verb} {path} ({text}): raise the limit (ulimit -n); a pack needs a file for "
-            f"each layer"
-        )
-    if isinstance(error, PermissionError) or error.errno == errno.EROFS:
-        return SpmoeError(
-            f"cannot {verb} {path} ({text}); check permissions or choose another place"
-        )
-    if isinstance(error, NotADirectoryError) or error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-        return SpmoeError(f"cannot {verb} {path} ({text}); choose another place or name")
-    return SpmoeError(f"cannot {verb} {path} ({text}); check the disk and what is at that place")
-
-
-@contextlib.contextmanager
-def naming(path: Path, verb: str) -> Iterator[None]:
-    """Turn the system's errors into one line that names `path`."""
-    try:
-        yield
-    except OSError as error:
-        raise disk_error(error, path, verb) from error
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file under a temporary name and rename it: a full disk leaves what was there before.
-
-    What is no file, such as a pipe, is written to as it is.
-    """
-    data = text.encode("utf-8", "replace")
-    with naming(path, "write"):
-        if path.exists() and not path.is_file():
-            path.write_bytes(data)
-            return
-        path = path.resolve()  # a link stays one
-        temporary = path.with_name(path.name + PARTIAL)
-        try:
-            temporary.write_bytes(data)
-            temporary.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
-
-
 def read_journal(partial: Path) -> dict[str, Any]:
     """What an unfinished conversion recorded; an empty dict where that is missing or unreadable."""
     try:
@@ -646,42 +511,6 @@ def restore_old(path: Path) -> None:
     if os.path.isfile(old / MANIFEST) and not os.path.lexists(path):
         with naming(old, "rename"):
             old.rename(path)
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the writer's lock of a partial folder; `BusyError` if another process has it.
-
-    The lock is the operating system's and ends with the process, so a killed run leaves none
-    behind.
-    """
-    path = folder / LOCK
-    with naming(path, "write"):
-        file = open(path, "ab", buffering=0)
-    with file:
-        try:
-            _lock(file)
-        except (BlockingIOError, PermissionError) as error:  # what flock and Windows answer
-            raise BusyError(f"{folder} is being written by another process") from error
-        except (OSError, ImportError) as error:
-            log.warning("%s cannot be locked (%s); let no second process write it", folder, error)
-        yield
-
-
-def _lock(file: FileIO) -> None:
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        import msvcrt
-
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
-    else:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def is_whole(value: Any) -> bool:
-    """Whether a JSON value is an integer (Python counts booleans as integers; this does not)."""
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _round_up(value: int, unit: int) -> int:

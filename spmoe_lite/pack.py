@@ -32,6 +32,7 @@ import torch
 from spmoe_lite import manifest as m
 from spmoe_lite.config import ExpertLayout, scheme_of
 from spmoe_lite.errors import BusyError, DamagedError
+from spmoe_lite.files import disk_error, open_confined, open_listed
 from spmoe_lite.progress import OnProgress, Progress, check
 from spmoe_lite.quant import QuantizedMatrix, view_matrix
 
@@ -86,11 +87,11 @@ class Pack:
 
     def _open_files(self) -> None:
         for name, (size, _) in self.files.items():
-            self._open[name] = m.open_listed(self.path, name, size)
+            self._open[name] = open_listed(self.path, name, size)
         for name in m.TEXT_FILES:  # read by name, so confined even where the manifest has none
             if name not in self.files and os.path.lexists(self.path / name):
                 with contextlib.suppress(OSError):
-                    m.open_confined(self.path, name).close()
+                    open_confined(self.path, name).close()
         for name in filter(m.is_text_name, list(self._open)):
             self._open.pop(name).close()
         self._check_dense()
@@ -253,7 +254,7 @@ class Pack:
                     raise DamagedError(f"{path} ends at byte {start + done}; convert again")
                 done += count
         except OSError as error:
-            raise m.disk_error(error, path, "read") from error
+            raise disk_error(error, path, "read") from error
 
     def verify(
         self, on_progress: OnProgress | None = None, cancel: threading.Event | None = None
@@ -302,7 +303,7 @@ def verify_files(
     stop = threading.Event()
 
     def hash_one(name: str, size: int, digest: str) -> None:
-        with m.open_listed(folder, name, size) as file:
+        with open_listed(folder, name, size) as file:
             found = hash_file(file, folder / name, stop, lambda count: done.update({name: count}))
         if found != digest:
             raise DamagedError(
@@ -348,7 +349,7 @@ def hash_file(
         try:
             count = file.readinto(buffer)
         except OSError as error:
-            raise m.disk_error(error, path, "read") from error
+            raise disk_error(error, path, "read") from error
         if not count:
             return digest.hexdigest()
         digest.update(buffer[:count])

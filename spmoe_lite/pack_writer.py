@@ -29,6 +29,7 @@ import torch
 from spmoe_lite import manifest as m
 from spmoe_lite.config import ExpertLayout, ModelConfig, scheme_of
 from spmoe_lite.errors import DamagedError, UsageError
+from spmoe_lite.files import LOCK, PARTIAL, locked, naming, open_listed
 from spmoe_lite.manifest import Dtypes, expert_layout
 from spmoe_lite.pack import CHUNK, TORCH_DTYPES, Pack, Weight, hash_file, verify_files
 from spmoe_lite.progress import OnProgress, check
@@ -61,7 +62,7 @@ class PackWriter:
         if another process writes the same pack, `CapacityError` or `SpmoeError` for the disk's
         errors."""
         self.path = Path(path)
-        self.partial = self.path.with_name(self.path.name + m.PARTIAL)
+        self.partial = self.path.with_name(self.path.name + PARTIAL)
         self.config, self.dtypes = config, dtypes
         self.layout: ExpertLayout | None = None
         assert config.is_moe == (dtypes.experts is not None)
@@ -86,11 +87,11 @@ class PackWriter:
         self._stack = contextlib.ExitStack()
         m.restore_old(self.path)
         m.check_target(self.path, force)
-        with m.naming(self.partial, "write"):
+        with naming(self.partial, "write"):
             if self.partial.is_symlink() or (self.partial.exists() and not self.partial.is_dir()):
                 raise UsageError(f"{self.partial} is in the way; move it away")
             self.partial.mkdir(parents=True, exist_ok=True)
-        self._stack.enter_context(m.locked(self.partial))
+        self._stack.enter_context(locked(self.partial))
         try:
             self._adopt()
         except BaseException:
@@ -109,19 +110,19 @@ class PackWriter:
             self._wipe(journal)
         self._write_journal()
         if self.config.is_moe:
-            with m.naming(self.partial, "write"):
+            with naming(self.partial, "write"):
                 (self.partial / m.EXPERTS).mkdir(exist_ok=True)
 
     def _wipe(self, journal: dict[str, Any]) -> None:
         """Delete what another conversion left; the journal goes last, by being replaced."""
-        keep = {m.LOCK, m.JOURNAL, m.JOURNAL + ".tmp"}
-        with m.naming(self.partial, "write"):
+        keep = {LOCK, m.JOURNAL, m.JOURNAL + ".tmp"}
+        with naming(self.partial, "write"):
             found = [entry for entry in self.partial.iterdir() if entry.name not in keep]
         if found and not journal:
             raise UsageError(
                 f"{self.partial} exists and is not an unfinished conversion; move it away"
             )
-        with m.naming(self.partial, "write"):
+        with naming(self.partial, "write"):
             for entry in found:
                 _delete(entry)
 
@@ -142,7 +143,7 @@ class PackWriter:
     def _intact(self, name: str, entry: Any) -> bool:
         path = self.partial / name
         try:
-            with m.open_listed(self.partial, name, entry["size"]) as file:
+            with open_listed(self.partial, name, entry["size"]) as file:
                 return hash_file(file, path, self.cancel) == entry["sha256"]
         except (DamagedError, TypeError, KeyError):
             return False
@@ -214,7 +215,7 @@ class PackWriter:
         """
         name, source = m.layer_file(layer), m.layer_file(other)
         path = self.partial / name
-        with m.naming(path, "write"):
+        with naming(path, "write"):
             path.unlink(missing_ok=True)
             os.link(self.partial / source, path)
         self._files[name] = dict(self._files[source])
@@ -225,7 +226,7 @@ class PackWriter:
         """Copy a small file (tokenizer, chat template, generation settings) beside the tensors."""
         if not m.is_text_name(name):
             raise ValueError(f"{name!r} cannot be the name of a text file in a pack")
-        with m.naming(Path(name) if isinstance(source, bytes) else source, "read"):
+        with naming(Path(name) if isinstance(source, bytes) else source, "read"):
             data = source if isinstance(source, bytes) else source.read_bytes()
         with self._writing(name) as out:
             out.write(data)
@@ -242,7 +243,7 @@ class PackWriter:
             with _HashingFile(temporary, self.cancel) as out:
                 yield out
                 digest = out.finish()
-            with m.naming(path, "write"):
+            with naming(path, "write"):
                 os.replace(temporary, path)
                 _sync_folder(path.parent)
         except BaseException:
@@ -304,8 +305,8 @@ class PackWriter:
 
     def _delete_strays(self) -> None:
         """Temporary files of a killed run, and whatever else is no part of the pack."""
-        keep = {m.LOCK, m.JOURNAL, *self._files}
-        with m.naming(self.partial, "write"):
+        keep = {LOCK, m.JOURNAL, *self._files}
+        with naming(self.partial, "write"):
             for entry in [*self.partial.iterdir(), *self.partial.glob(m.EXPERTS + "/*")]:
                 name = entry.relative_to(self.partial).as_posix()
                 if name not in keep and not (name == m.EXPERTS and self.config.is_moe):
@@ -314,8 +315,8 @@ class PackWriter:
     def _rename(self) -> None:
         """The partial folder becomes the pack; one that was there is deleted last."""
         old = self.path.with_name(self.path.name + m.OLD)
-        with m.naming(self.path, "write"):
-            (self.partial / m.LOCK).unlink(missing_ok=True)
+        with naming(self.path, "write"):
+            (self.partial / LOCK).unlink(missing_ok=True)
             if (self.path / m.MANIFEST).is_file():
                 if old.exists():
                     shutil.rmtree(old)
@@ -362,7 +363,7 @@ class _HashingFile:
 
     def __init__(self, path: Path, cancel: threading.Event | None) -> None:
         self._path, self._cancel = path, cancel
-        with m.naming(path, "write"):
+        with naming(path, "write"):
             self._file = open(path, "wb", buffering=0)
         self._hash = hashlib.sha256()
         self._queue: queue.Queue[memoryview | None] = queue.Queue(maxsize=8)
@@ -382,7 +383,7 @@ class _HashingFile:
             piece = view[begin : begin + CHUNK]
             self._queue.put(piece)
             done = 0
-            with m.naming(self._path, "write"):
+            with naming(self._path, "write"):
                 while done < len(piece):
                     done += self._file.write(piece[done : done + WRITE])
             self.size += len(piece)
@@ -398,7 +399,7 @@ class _HashingFile:
 
     def finish(self) -> str:
         """Flush to the disk; return the SHA-256 in hex."""
-        with m.naming(self._path, "write"):
+        with naming(self._path, "write"):
             os.fsync(self._file.fileno())
         self.wait()
         return self._hash.hexdigest()
@@ -443,7 +444,7 @@ def _parts(name: str, weight: Weight, dtype: str, shape: tuple[int, ...]) -> lis
 def _write_json(path: Path, value: Any) -> None:
     """Write JSON under a temporary name, flush it, rename it into place."""
     temporary = path.with_name(path.name + ".tmp")
-    with m.naming(path, "write"):
+    with naming(path, "write"):
         try:
             with open(temporary, "w", encoding="utf-8") as file:
                 json.dump(value, file, indent=1)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 
 from spmoe_lite.errors import DamagedError, NotFoundError, SpmoeError, UsageError
-from spmoe_lite.manifest import write_whole
+from spmoe_lite.files import write_whole
 from spmoe_lite.stats import in_words
 from spmoe_lite.terminal import (
     ProgressDisplay,

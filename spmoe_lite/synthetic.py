@@ -47,6 +47,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from spmoe_lite import manifest as m
 from spmoe_lite.config import ModelConfig, Rope, Scheme, scheme_of
 from spmoe_lite.errors import BusyError, CapacityError, UsageError
+from spmoe_lite.files import LOCK, PARTIAL, locked, naming
 from spmoe_lite.manifest import Dtypes, dense_shapes, expert_layout
 from spmoe_lite.pack import TORCH_DTYPES, Weight, view_weight
 from spmoe_lite.pack_writer import PackWriter
@@ -192,13 +193,13 @@ def temporary_pair(
 
     One that a killed run left there goes first: nobody holds its lock.
     """
-    with m.naming(folder, "write"):
+    with naming(folder, "write"):
         folder.mkdir(parents=True, exist_ok=True)
         for left in filter(_is_left, folder.glob(PREFIX + "*")):
-            with contextlib.suppress(BusyError), m.locked(left):
+            with contextlib.suppress(BusyError), locked(left):
                 shutil.rmtree(left, ignore_errors=True)
         there = tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder, ignore_cleanup_errors=True)
-    with there as work, m.locked(Path(work)):
+    with there as work, locked(Path(work)):
         yield write_pair(pair, Path(work), cancel=cancel, on_progress=on_progress)
 
 
@@ -207,7 +208,7 @@ def _is_left(path: Path) -> bool:
     if path.is_symlink() or not path.is_dir():
         return False
     packs = {name + m.SUFFIX for key, (_, draft) in MODELS.items() for name in (key, draft)}
-    found = {entry.name.removesuffix(m.PARTIAL) for entry in path.iterdir()} - {m.LOCK}
+    found = {entry.name.removesuffix(PARTIAL) for entry in path.iterdir()} - {LOCK}
     return bool(found) and found <= packs
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from spmoe_lite.errors import DamagedError, NotFoundError, UnsupportedError, UsageError
-from spmoe_lite.manifest import disk_error, naming
+from spmoe_lite.files import disk_error, naming
 
 log = logging.getLogger("spmoe_lite")
 

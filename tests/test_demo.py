@@ -27,7 +27,8 @@ from spmoe_lite.errors import (
     UnsupportedError,
     UsageError,
 )
-from spmoe_lite.manifest import locked, read_manifest
+from spmoe_lite.files import locked
+from spmoe_lite.manifest import read_manifest
 from spmoe_lite.pack import Pack
 from spmoe_lite.progress import Progress
 from tests.tiny_gguf import model, write_gguf

@@ -38,7 +38,8 @@ from spmoe_lite.errors import (
     UnsupportedError,
     UsageError,
 )
-from spmoe_lite.manifest import expert_layout, layer_file, locked
+from spmoe_lite.files import locked
+from spmoe_lite.manifest import expert_layout, layer_file
 from spmoe_lite.pack import Pack
 from spmoe_lite.quant import QuantizedMatrix, pack_codes, pack_scales, quantize
 from tests.make_pack import DENSE_MODEL, MOE, TEXTS, WIDE, Weights, bits, files_of

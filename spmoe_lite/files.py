@@ -1,0 +1,190 @@
+"""Files that nobody vouches for, and files that are there whole or not at all.
+
+What is read is untrusted: it lies inside its folder, has the size that was said, and JSON is bounded and
+without surprises. What is written appears under its name when it is complete. What the system refuses
+becomes one line that names the path and the remedy. No torch here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from typing import Any, NoReturn
+
+from spmoe_lite.errors import BusyError, CapacityError, DamagedError, SpmoeError
+
+PARTIAL = ".partial"  # behind the name of what is not finished: a file, or a conversion's folder
+LOCK = ".lock"
+
+log = logging.getLogger("spmoe_lite")
+_DISK_FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
+
+
+def open_confined(folder: Path, name: str) -> FileIO:
+    """Open `folder`/`name` unbuffered for reading; it must be a regular file inside the folder.
+
+    Raises `DamagedError` for a link that leads out, a folder, a pipe or a device, OSError
+    otherwise.
+    """
+    path = folder / name
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+        raise DamagedError(f"{path} is a link that leads out of the pack; convert again")
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise DamagedError(f"{path} is not a regular file; convert again")
+    return open(path, "rb", buffering=0)
+
+
+def open_listed(folder: Path, name: str, size: int) -> FileIO:
+    """`open_confined`, with the size that the manifest gives; every failure is a `SpmoeError`."""
+    path = folder / name
+    try:
+        file = open_confined(folder, name)
+        found = os.fstat(file.fileno()).st_size
+    except FileNotFoundError as error:
+        raise DamagedError(f"{path} is missing; convert again") from error
+    except OSError as error:
+        raise disk_error(error, path, "read") from error
+    if found != size:
+        file.close()
+        raise DamagedError(f"{path} has {found} bytes, the manifest says {size}; convert again")
+    return file
+
+
+def read_exactly(file: FileIO, count: int, path: Path) -> bytes:
+    """`count` bytes from an unbuffered file, or `DamagedError` when it is short."""
+    data = bytearray()
+    while len(data) < count:
+        try:
+            piece = file.read(count - len(data))
+        except OSError as error:
+            raise disk_error(error, path, "read") from error
+        if not piece:
+            raise DamagedError(f"{path} ends after {len(data)} of {count} bytes; convert again")
+        data += piece
+    return bytes(data)
+
+
+def load_json(data: bytes, path: Path) -> Any:
+    """JSON from an untrusted file: UTF-8, no duplicate keys, no NaN, no bottomless nesting."""
+    try:
+        value = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
+        )
+        if b"\\u" in data:  # half a surrogate pair is a string that nobody can print
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return value
+    except (ValueError, RecursionError) as error:  # JSON and Unicode errors are ValueErrors
+        raise DamagedError(
+            f"{path} is not valid JSON ({error!s:.80}); fetch or convert it again"
+        ) from error
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("duplicate key")
+    return values
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a JSON value is an integer (Python counts booleans as integers; this does not)."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def disk_error(error: OSError, path: Path | str, verb: str) -> SpmoeError:
+    """What the operating system said about `path`, as one line with the remedy."""
+    text = error.strerror or type(error).__name__
+    if error.errno in _DISK_FULL:
+        return CapacityError(
+            f"disk full: cannot {verb} {path} ({text}); free some space and run the same command "
+            f"again; a conversion goes on where it stopped"
+        )
+    if error.errno == errno.EFBIG:
+        return CapacityError(
+            f"cannot {verb} {path} ({text}): no file of this size is allowed there; "
+            f"choose another place"
+        )
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return CapacityError(
+            f"cannot {verb} {path} ({text}): raise the limit (ulimit -n); a pack needs a file for "
+            f"each layer"
+        )
+    if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+        return SpmoeError(
+            f"cannot {verb} {path} ({text}); check permissions or choose another place"
+        )
+    if isinstance(error, NotADirectoryError) or error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        return SpmoeError(f"cannot {verb} {path} ({text}); choose another place or name")
+    return SpmoeError(f"cannot {verb} {path} ({text}); check the disk and what is at that place")
+
+
+@contextlib.contextmanager
+def naming(path: Path, verb: str) -> Iterator[None]:
+    """Turn the system's errors into one line that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(error, path, verb) from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file under a temporary name and rename it: a full disk leaves what was there before.
+
+    What is no file, such as a pipe, is written to as it is.
+    """
+    data = text.encode("utf-8", "replace")
+    with naming(path, "write"):
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
+        path = path.resolve()  # a link stays one
+        temporary = path.with_name(path.name + PARTIAL)
+        try:
+            temporary.write_bytes(data)
+            temporary.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the writer's lock of a partial folder; `BusyError` if another process has it.
+
+    The lock is the operating system's and ends with the process, so a killed run leaves none
+    behind.
+    """
+    path = folder / LOCK
+    with naming(path, "write"):
+        file = open(path, "ab", buffering=0)
+    with file:
+        try:
+            _lock(file)
+        except (BlockingIOError, PermissionError) as error:  # what flock and Windows answer
+            raise BusyError(f"{folder} is being written by another process") from error
+        except (OSError, ImportError) as error:
+            log.warning("%s cannot be locked (%s); let no second process write it", folder, error)
+        yield
+
+
+def _lock(file: FileIO) -> None:
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        import msvcrt
+
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
+    else:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
