@@ -27,18 +27,15 @@ def expected(demo_packs):
 
 
 @pytest.mark.parametrize(
-    "options",
+    "options, prompts",
     [
-        {"draft_tokens": 0, "slots": 60},  # a quarter of the experts: every pass evicts
-        {
-            "draft_tokens": 4,
-            "slots": 120,
-        },  # prefetched into half of them, checked five rows at once
+        ({"draft_tokens": 0, "slots": 60}, 1),  # a quarter of the experts: every pass evicts
+        ({"draft_tokens": 4, "slots": 120}, 3),  # prefetched into half, checked five rows at once
     ],
 )
-def test_greedy_text_is_the_reference_s(demo_packs, expected, options):
+def test_greedy_text_is_the_reference_s(demo_packs, expected, options, prompts):
     with Engine.load(*demo_packs, device="cpu", ctx_size=512, **options) as engine:
-        for prompt, tokens in expected:
+        for prompt, tokens in expected[:prompts]:
             got = engine.generate(prompt, max_tokens=LENGTH).result
             assert list(got.token_ids) == tokens
         if options["draft_tokens"]:
