@@ -25,11 +25,11 @@ import torch
 
 from benchmarks.kernel_data import DEVICE, layout
 from spmoe_lite import synthetic, timing
-from spmoe_lite.config import matrix_bytes
 from spmoe_lite.graphs import StepGraphs
 from spmoe_lite.kernels.residency import Tables
 from spmoe_lite.kvcache import KVCache
 from spmoe_lite.model import Transformer
+from spmoe_lite.precision import matrix_bytes
 from spmoe_lite.predictor import ExpertPredictor
 from spmoe_lite.slots import SlotTable
 

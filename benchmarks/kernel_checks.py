@@ -10,7 +10,6 @@ import torch
 from kernel_data import DEVICE, layout, random, routing, table, weights
 
 from spmoe_lite import timing
-from spmoe_lite.config import ExpertLayout, matrix_bytes, scheme_of
 from spmoe_lite.kernels.attention import attention, attention_reference
 from spmoe_lite.kernels.expert_gemm import DTYPES, combine, expert_down, expert_up, new_partial
 from spmoe_lite.kernels.gate import gate_topk, gate_topk_reference
@@ -18,6 +17,7 @@ from spmoe_lite.kernels.linear import linear
 from spmoe_lite.kernels.norm import rms_norm, rms_norm_reference
 from spmoe_lite.kernels.rope import rope_and_store, rope_and_store_reference
 from spmoe_lite.pack import view_weight
+from spmoe_lite.precision import ExpertLayout, matrix_bytes, scheme_of
 
 SCHEMES = ("int4-g32", "int4-g32z", "int4-g64z", "int4-g128z", "int8-g32", "int8-g64", "int8-g128")
 TOLERANCE = {"fp32": 2e-6, "bf16": 6e-3, "fp16": 8e-4}  # relative error of a whole output, in norm

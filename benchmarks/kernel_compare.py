@@ -21,7 +21,6 @@ import triton.language as tl
 from kernel_data import DENSE, DEVICE, Experts, random, shared_experts, table, weights
 
 from spmoe_lite import timing
-from spmoe_lite.config import scheme_of
 from spmoe_lite.kernels.configs import Tile, capability_of, overlap_options, tile
 from spmoe_lite.kernels.expert_gemm import expert_up
 from spmoe_lite.kernels.linear import linear
@@ -34,6 +33,7 @@ from spmoe_lite.kernels.tile_triton import (
     start_next,
     wait_for_previous,
 )
+from spmoe_lite.precision import scheme_of
 
 CODES = "int4-g64z"
 

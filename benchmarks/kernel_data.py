@@ -6,9 +6,9 @@ from collections.abc import Callable
 import torch
 
 from spmoe_lite import timing
-from spmoe_lite.config import ExpertLayout, matrix_bytes
 from spmoe_lite.kernels.attention import attention
 from spmoe_lite.kernels.expert_gemm import combine, expert_down, expert_up, new_partial
+from spmoe_lite.precision import ExpertLayout, matrix_bytes
 
 DEVICE = torch.device("cuda")
 SHAPES = {  # hidden, inner, experts, choices, layers that are several times the L2

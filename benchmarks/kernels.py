@@ -52,12 +52,12 @@ from kernel_data import (  # noqa: E402
 from sweep import sweep  # noqa: E402
 
 from spmoe_lite import timing  # noqa: E402
-from spmoe_lite.config import matrix_bytes  # noqa: E402
 from spmoe_lite.kernels.expert_gemm import expert_down, expert_up, new_partial  # noqa: E402
 from spmoe_lite.kernels.gate import gate_topk  # noqa: E402
 from spmoe_lite.kernels.linear import linear  # noqa: E402
 from spmoe_lite.kernels.norm import rms_norm  # noqa: E402
 from spmoe_lite.kernels.rope import rope_and_store  # noqa: E402
+from spmoe_lite.precision import matrix_bytes  # noqa: E402
 
 CEILINGS = "hbm_read_TB_s", "bf16_matrix_TFLOP_s", "pinned_copy_GB_s"
 

@@ -33,11 +33,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from spmoe_lite import library  # noqa: E402
-from spmoe_lite.config import Scheme, scheme_of  # noqa: E402
 from spmoe_lite.kvcache import KVCache  # noqa: E402
 from spmoe_lite.manifest import EMBED, HEAD  # noqa: E402
 from spmoe_lite.model import Transformer  # noqa: E402
 from spmoe_lite.pack import Pack  # noqa: E402
+from spmoe_lite.precision import Scheme, scheme_of  # noqa: E402
 from spmoe_lite.quant import quantize  # noqa: E402
 from spmoe_lite.tokenizer import Tokenizer  # noqa: E402
 

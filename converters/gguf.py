@@ -31,7 +31,6 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType
 
-from spmoe_lite.config import Scheme
 from spmoe_lite.converters.gguf_file import (
     MAGIC,
     PLAIN,
@@ -49,6 +48,7 @@ from spmoe_lite.converters.source import Piece, SourceTensor
 from spmoe_lite.errors import DamagedError, NotFoundError, UnsupportedError
 from spmoe_lite.files import naming
 from spmoe_lite.manifest import printable
+from spmoe_lite.precision import Scheme
 from spmoe_lite.quant import QuantizedMatrix
 
 MAX_EXPERTS = 4096

@@ -25,10 +25,10 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from spmoe_lite.config import Scheme
 from spmoe_lite.converters.source import read_at
 from spmoe_lite.errors import DamagedError, NotFoundError, UnsupportedError
 from spmoe_lite.files import naming
+from spmoe_lite.precision import Scheme
 from spmoe_lite.quant import QuantizedMatrix, pack_scales, view_matrix
 
 MAGIC = b"GGUF"

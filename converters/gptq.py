@@ -34,10 +34,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from spmoe_lite.config import GROUPS, Scheme, quantisation, quantisation_method
+from spmoe_lite.config import quantisation, quantisation_method
 from spmoe_lite.converters.source import Checkpoint, Piece, SourceTensor
 from spmoe_lite.errors import DamagedError, UnsupportedError
 from spmoe_lite.pack import TORCH_DTYPES
+from spmoe_lite.precision import GROUPS, Scheme
 from spmoe_lite.quant import QuantizedMatrix, pack_scales, quantize, unpack_codes
 
 log = logging.getLogger("spmoe_lite")

@@ -19,13 +19,13 @@ from typing import Protocol
 
 import torch
 
-from spmoe_lite.config import scheme_of
 from spmoe_lite.converters.recipe import Recipe, check_tensor, read_as
 from spmoe_lite.converters.source import Checkpoint, Piece, Source, SourceTensor, TensorFiles
 from spmoe_lite.errors import DamagedError, UnsupportedError
 from spmoe_lite.files import naming
 from spmoe_lite.manifest import EMBED, Dtypes, layer_file, read_header, stored_as, write_header
 from spmoe_lite.pack_writer import PackWriter
+from spmoe_lite.precision import scheme_of
 from spmoe_lite.progress import OnProgress, check
 
 SPOOL = "spool"

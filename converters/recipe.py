@@ -17,12 +17,13 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from spmoe_lite.config import ModelConfig, Scheme, scheme_of
+from spmoe_lite.config import ModelConfig
 from spmoe_lite.converters import llama, mistral, mixtral
 from spmoe_lite.converters.source import BLOCK_BYTES, Piece, Source, SourceTensor, TensorFiles
 from spmoe_lite.errors import DamagedError, UnsupportedError
 from spmoe_lite.manifest import EMBED, HEAD, Dtypes, dense_shapes
 from spmoe_lite.pack import TORCH_DTYPES, Weight
+from spmoe_lite.precision import Scheme, scheme_of
 from spmoe_lite.progress import check
 from spmoe_lite.quant import QuantizedMatrix, quantize, unpack_scales, view_matrix
 

@@ -33,14 +33,7 @@ import torch
 
 from spmoe_lite import hub, library
 from spmoe_lite.chat_template import ChatTemplate
-from spmoe_lite.config import (
-    DTYPE_BYTES,
-    GROUPS,
-    ModelConfig,
-    SamplingParams,
-    Scheme,
-    scheme_of,
-)
+from spmoe_lite.config import ModelConfig, SamplingParams
 from spmoe_lite.converters.gguf import GgufCheckpoint, is_gguf
 from spmoe_lite.converters.gptq import METHODS, PackedCheckpoint, packing_of
 from spmoe_lite.converters.lowdisk import Repository, Shards, spool_dtypes
@@ -88,6 +81,7 @@ from spmoe_lite.manifest import (
 )
 from spmoe_lite.pack import TORCH_DTYPES, Pack, Weight
 from spmoe_lite.pack_writer import PackWriter
+from spmoe_lite.precision import DTYPE_BYTES, GROUPS, Scheme, scheme_of
 from spmoe_lite.progress import OnProgress, Progress
 from spmoe_lite.tokenizer import Tokenizer
 

@@ -41,11 +41,11 @@ from typing import Any, BinaryIO, NoReturn, Protocol
 
 import torch
 
-from spmoe_lite.config import Scheme, scheme_of
 from spmoe_lite.errors import DamagedError, NotFoundError, UnsupportedError
 from spmoe_lite.files import disk_error, is_whole, load_json
 from spmoe_lite.manifest import TEXT_FILES, printable
 from spmoe_lite.pack import TORCH_DTYPES
+from spmoe_lite.precision import Scheme, scheme_of
 from spmoe_lite.quant import QuantizedMatrix, view_matrix
 
 log = logging.getLogger("spmoe_lite")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 if TYPE_CHECKING:
-    from spmoe_lite.config import Scheme
+    from spmoe_lite.precision import Scheme
 
 FEW, SOME = 16, 32  # decode and verify: one column tile holds all tokens; beyond is prefill
 

@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from spmoe_lite.config import matrix_bytes, scheme_of
+from spmoe_lite.precision import matrix_bytes, scheme_of
 from spmoe_lite.quant import view_matrix
 
 from .linear import Weight, linear_reference
 
 if TYPE_CHECKING:
-    from spmoe_lite.config import ExpertLayout
+    from spmoe_lite.precision import ExpertLayout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

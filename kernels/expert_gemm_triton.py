@@ -30,7 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
-from spmoe_lite.config import scheme_of
+from spmoe_lite.precision import scheme_of
 
 from .configs import SOME, Kind, capability_of, overlap_options, tile
 from .expert_gemm import DTYPES
@@ -44,7 +44,7 @@ from .tile_triton import (
 )
 
 if TYPE_CHECKING:
-    from spmoe_lite.config import ExpertLayout
+    from spmoe_lite.precision import ExpertLayout
 
 ORDER_BLOCK = 1024
 COMBINE_BLOCKS = 256, 1024  # columns of a program, for few and for many tokens

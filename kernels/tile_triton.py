@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from spmoe_lite.config import Scheme
+    from spmoe_lite.precision import Scheme
 
 TRITON_DTYPES = {
     torch.float32: tl.float32,

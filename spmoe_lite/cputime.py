@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from spmoe_lite import manifest
-from spmoe_lite.config import ExpertLayout, ModelConfig, matrix_bytes, scheme_of
+from spmoe_lite.config import ModelConfig
 from spmoe_lite.cutoff import Profile, expected_copies
 from spmoe_lite.device import available_bytes
 from spmoe_lite.kernels.linear import linear
@@ -31,6 +31,7 @@ from spmoe_lite.kvcache import KVCache
 from spmoe_lite.model import Transformer
 from spmoe_lite.pack import TORCH_DTYPES, Weight, view_weight
 from spmoe_lite.plan import ModelSize
+from spmoe_lite.precision import ExpertLayout, matrix_bytes, scheme_of
 
 CONTEXT = 64  # tokens before a timed pass, as `profile` has it
 TOKENS = 97  # entries of the stand-in vocabulary

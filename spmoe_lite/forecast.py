@@ -19,7 +19,6 @@ from typing import Any, Literal
 import torch
 
 from spmoe_lite import cputime, library
-from spmoe_lite.config import scheme_of
 from spmoe_lite.cutoff import Profile, expected_copies, load_profile
 from spmoe_lite.decoder import PREFILL_CHUNK
 from spmoe_lite.device import available_bytes, bus_rate, check_experts, choose_device
@@ -36,6 +35,7 @@ from spmoe_lite.loading import (
 )
 from spmoe_lite.pack import Pack
 from spmoe_lite.plan import ModelSize, Plan, parse_size, plan_pair, ram_places
+from spmoe_lite.precision import scheme_of
 from spmoe_lite.predictor import ExpertPredictor
 from spmoe_lite.progress import size
 from spmoe_lite.speed import Costs, Speed, predict, times_drafts

@@ -24,7 +24,7 @@ import torch
 
 from spmoe_lite import library, tune
 from spmoe_lite.chat_template import ChatTemplate
-from spmoe_lite.config import SamplingParams, scheme_of
+from spmoe_lite.config import SamplingParams
 from spmoe_lite.cutoff import Drift, Profile, load_profile
 from spmoe_lite.decoder import PREFILL_CHUNK, Decoder
 from spmoe_lite.device import (
@@ -52,6 +52,7 @@ from spmoe_lite.manifest import Dtypes
 from spmoe_lite.model import Transformer
 from spmoe_lite.pack import Pack
 from spmoe_lite.plan import KV_TYPES, ModelSize, Plan, parse_size, plan_pair, ram_places
+from spmoe_lite.precision import scheme_of
 from spmoe_lite.predictor import ExpertPredictor
 from spmoe_lite.prefetch import Prefetcher
 from spmoe_lite.progress import OnProgress, check

@@ -18,7 +18,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
-from spmoe_lite.config import DTYPE_BYTES, ExpertLayout, ModelConfig, matrix_bytes, scheme_of
+from spmoe_lite.config import ModelConfig
 from spmoe_lite.errors import DamagedError, NotFoundError, UnsupportedError, UsageError
 from spmoe_lite.files import (
     PARTIAL,
@@ -29,6 +29,7 @@ from spmoe_lite.files import (
     open_confined,
     read_exactly,
 )
+from spmoe_lite.precision import DTYPE_BYTES, ExpertLayout, matrix_bytes, scheme_of
 
 FORMAT = 2  # written; 1 is still read
 PAGE = 4096  # the first tensor of a file starts on a multiple of this

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from spmoe_lite.config import ExpertLayout, ModelConfig, Rope
+from spmoe_lite.config import ModelConfig, Rope
 from spmoe_lite.kernels.attention import attention
 from spmoe_lite.kernels.expert_gemm import combine, expert_down, expert_up, new_partial
 from spmoe_lite.kernels.gate import norm_gate_topk
@@ -33,6 +33,7 @@ from spmoe_lite.kernels.linear import Weight, linear, swiglu
 from spmoe_lite.kernels.norm import rms_norm
 from spmoe_lite.kernels.rope import rope_and_store
 from spmoe_lite.kvcache import KVCache
+from spmoe_lite.precision import ExpertLayout
 from spmoe_lite.quant import QuantizedMatrix
 
 OnAttention = Callable[[int, torch.Tensor], None]

@@ -30,9 +30,9 @@ import numpy as np
 import torch
 
 from spmoe_lite import manifest as m
-from spmoe_lite.config import ExpertLayout, scheme_of
 from spmoe_lite.errors import BusyError, DamagedError
 from spmoe_lite.files import disk_error, open_confined, open_listed
+from spmoe_lite.precision import ExpertLayout, scheme_of
 from spmoe_lite.progress import OnProgress, Progress, check
 from spmoe_lite.quant import QuantizedMatrix, view_matrix
 

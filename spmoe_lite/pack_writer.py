@@ -27,11 +27,12 @@ import numpy as np
 import torch
 
 from spmoe_lite import manifest as m
-from spmoe_lite.config import ExpertLayout, ModelConfig, scheme_of
+from spmoe_lite.config import ModelConfig
 from spmoe_lite.errors import DamagedError, UsageError
 from spmoe_lite.files import LOCK, PARTIAL, locked, naming, open_listed
 from spmoe_lite.manifest import Dtypes, expert_layout
 from spmoe_lite.pack import CHUNK, TORCH_DTYPES, Pack, Weight, hash_file, verify_files
+from spmoe_lite.precision import ExpertLayout, scheme_of
 from spmoe_lite.progress import OnProgress, check
 from spmoe_lite.quant import QuantizedMatrix
 

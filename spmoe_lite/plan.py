@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from spmoe_lite.config import DTYPE_BYTES, ModelConfig, scheme_of
+from spmoe_lite.config import ModelConfig
 from spmoe_lite.errors import CapacityError, UsageError
+from spmoe_lite.precision import DTYPE_BYTES, scheme_of
 from spmoe_lite.progress import size
 from spmoe_lite.slots import landing_slots
 from spmoe_lite.speed import Costs, predict

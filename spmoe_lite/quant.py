@@ -40,7 +40,7 @@ import torch
 from spmoe_lite.errors import DamagedError, UnsupportedError
 
 if TYPE_CHECKING:
-    from spmoe_lite.config import Scheme
+    from spmoe_lite.precision import Scheme
 
 _TILE = 1 << 19  # weights in work at once: few enough to stay in cache, enough for many threads
 _TINY = 2.0**-24

@@ -45,13 +45,14 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel
 
 from spmoe_lite import manifest as m
-from spmoe_lite.config import ModelConfig, Rope, Scheme, scheme_of
+from spmoe_lite.config import ModelConfig, Rope
 from spmoe_lite.errors import BusyError, CapacityError, UsageError
 from spmoe_lite.files import LOCK, PARTIAL, locked, naming
 from spmoe_lite.manifest import Dtypes, dense_shapes, expert_layout
 from spmoe_lite.pack import TORCH_DTYPES, Weight, view_weight
 from spmoe_lite.pack_writer import PackWriter
 from spmoe_lite.plan import DEFAULT_CONTEXT
+from spmoe_lite.precision import Scheme, scheme_of
 from spmoe_lite.progress import OnProgress, Progress, check
 from spmoe_lite.quant import QuantizedMatrix
 from spmoe_lite.sampling import Sampler

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from spmoe_lite.config import ExpertLayout, matrix_bytes, scheme_of
 from spmoe_lite.device import multiplies_bf16
 from spmoe_lite.kernels.configs import Key, Kind
 from spmoe_lite.kernels.expert_gemm import DTYPES, expert_down, expert_up, new_partial
 from spmoe_lite.kernels.linear import linear
 from spmoe_lite.pack import Pack, Weight, view_weight
+from spmoe_lite.precision import ExpertLayout, matrix_bytes, scheme_of
 
 MOST_ROWS = 260
 

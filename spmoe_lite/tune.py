@@ -26,13 +26,13 @@ from pathlib import Path
 import torch
 
 from spmoe_lite import library
-from spmoe_lite.config import scheme_of
 from spmoe_lite.device import check_experts, choose_device, current
 from spmoe_lite.errors import CapacityError, UnsupportedError
 from spmoe_lite.files import disk_error
 from spmoe_lite.kernels import configs
 from spmoe_lite.kernels.configs import Key, Tile
 from spmoe_lite.pack import Pack
+from spmoe_lite.precision import scheme_of
 from spmoe_lite.progress import OnProgress, Progress, check
 from spmoe_lite.timing import Bench, Product, benches
 

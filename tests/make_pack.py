@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from spmoe_lite.config import ModelConfig, Rope, scheme_of
+from spmoe_lite.config import ModelConfig, Rope
 from spmoe_lite.manifest import Dtypes, dense_shapes
 from spmoe_lite.pack import TORCH_DTYPES, Weight
 from spmoe_lite.pack_writer import PackWriter
+from spmoe_lite.precision import scheme_of
 from spmoe_lite.quant import quantize
 
 MOE = ModelConfig(

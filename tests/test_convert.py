@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spmoe_lite.config import Scheme, matrix_bytes, scheme_of
 from spmoe_lite.converters import ConvertPlan, convert, recipe, repack
 from spmoe_lite.converters.source import Checkpoint, Piece
 from spmoe_lite.errors import (
@@ -31,6 +30,7 @@ from spmoe_lite.errors import (
 )
 from spmoe_lite.manifest import Dtypes
 from spmoe_lite.pack import TORCH_DTYPES, Pack, Weight, view_weight
+from spmoe_lite.precision import Scheme, matrix_bytes, scheme_of
 from spmoe_lite.progress import Progress
 from spmoe_lite.quant import QuantizedMatrix, quantize
 from tests import tiny

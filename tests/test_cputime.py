@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from spmoe_lite import cputime
-from spmoe_lite.config import scheme_of
 from spmoe_lite.converters import convert
 from spmoe_lite.cputime import Parts, complete, pass_ms
 from spmoe_lite.cutoff import Profile
 from spmoe_lite.pack import Pack
 from spmoe_lite.plan import ModelSize
+from spmoe_lite.precision import scheme_of
 from spmoe_lite.quant import QuantizedMatrix
 from tests import tiny
 

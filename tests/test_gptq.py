@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from spmoe_lite.config import Scheme
 from spmoe_lite.converters import convert
 from spmoe_lite.converters.gptq import PackedCheckpoint, Packing, packing_of
 from spmoe_lite.errors import DamagedError, SpmoeError, UnsupportedError
 from spmoe_lite.manifest import Dtypes
 from spmoe_lite.pack import TORCH_DTYPES
+from spmoe_lite.precision import Scheme
 from spmoe_lite.quant import quantize, unpack_codes, unpack_scales
 from tests import tiny
 from tests.make_pack import bits, files_of

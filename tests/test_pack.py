@@ -27,7 +27,6 @@ from safetensors import safe_open
 from spmoe_lite import manifest as m
 from spmoe_lite import pack as pack_module
 from spmoe_lite import pack_writer
-from spmoe_lite.config import Scheme, matrix_bytes
 from spmoe_lite.errors import (
     BusyError,
     Cancelled,
@@ -41,6 +40,7 @@ from spmoe_lite.errors import (
 from spmoe_lite.files import locked
 from spmoe_lite.manifest import expert_layout, layer_file
 from spmoe_lite.pack import Pack
+from spmoe_lite.precision import Scheme, matrix_bytes
 from spmoe_lite.quant import QuantizedMatrix, pack_codes, pack_scales, quantize
 from tests.make_pack import DENSE_MODEL, MOE, TEXTS, WIDE, Weights, bits, files_of
 

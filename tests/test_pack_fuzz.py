@@ -24,10 +24,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spmoe_lite import library
-from spmoe_lite.config import matrix_bytes, scheme_of
 from spmoe_lite.errors import DamagedError, SpmoeError
 from spmoe_lite.manifest import check_manifest, dense_shapes, layer_file
 from spmoe_lite.pack import Pack
+from spmoe_lite.precision import matrix_bytes, scheme_of
 from tests.make_pack import MOE, WIDE, Weights, files_of
 
 WEIGHTS = {

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from spmoe_lite import quant
-from spmoe_lite.config import GROUPS, Scheme, matrix_bytes, scheme_of
 from spmoe_lite.errors import DamagedError, UnsupportedError
+from spmoe_lite.precision import GROUPS, Scheme, matrix_bytes, scheme_of
 from spmoe_lite.quant import (
     pack_codes,
     pack_scales,

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from spmoe_lite import Engine, synthetic
-from spmoe_lite.config import SamplingParams, matrix_bytes, scheme_of
+from spmoe_lite.config import SamplingParams
 from spmoe_lite.errors import Cancelled, CapacityError, UsageError
 from spmoe_lite.hostmap import HostMap
 from spmoe_lite.pack import Pack
+from spmoe_lite.precision import matrix_bytes, scheme_of
 from spmoe_lite.sampling import Sampler
 from spmoe_lite.synthetic import ForcedAcceptance, Pair
 from tests.eager_graphs import capture, without_gpu

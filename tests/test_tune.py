@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from spmoe_lite import cli, loading, timing, tune
-from spmoe_lite.config import scheme_of
 from spmoe_lite.engine import Engine
 from spmoe_lite.errors import Cancelled, NotFoundError, UnsupportedError
 from spmoe_lite.kernels import configs
 from spmoe_lite.pack import Pack
+from spmoe_lite.precision import scheme_of
 from spmoe_lite.timing import Bench, Product
 from spmoe_lite.tune import Card, candidates, tune_all, tune_product
 from tests.make_pack import WIDE, Weights

@@ -32,7 +32,6 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from spmoe_lite.config import ExpertLayout, matrix_bytes, scheme_of  # noqa: E402
 from spmoe_lite.kernels import (  # noqa: E402
     attention_triton,
     expert_gemm_triton,
@@ -41,6 +40,7 @@ from spmoe_lite.kernels import (  # noqa: E402
     rope_triton,
 )
 from spmoe_lite.kernels.configs import SOME  # noqa: E402
+from spmoe_lite.precision import ExpertLayout, matrix_bytes, scheme_of  # noqa: E402
 from spmoe_lite.quant import view_matrix  # noqa: E402
 
 HIDDEN, INNER, CHOICES, EXPERTS = 4096, 14336, 2, 8

@@ -64,11 +64,12 @@ def main(card: str, dtype: str, kv_type: str = "") -> None:
     from triton.runtime.jit import create_function_from_signature
 
     from spmoe_lite import manifest
-    from spmoe_lite.config import ExpertLayout, ModelConfig, Rope
+    from spmoe_lite.config import ModelConfig, Rope
     from spmoe_lite.decoder import PREFILL_CHUNK
     from spmoe_lite.kvcache import KVCache
     from spmoe_lite.loading import warm_up
     from spmoe_lite.model import Transformer
+    from spmoe_lite.precision import ExpertLayout
     from spmoe_lite.predictor import ExpertPredictor
 
     class Elsewhere(torch.Tensor):

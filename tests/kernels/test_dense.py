@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from spmoe_lite.config import scheme_of
 from spmoe_lite.kernels.linear import linear, linear_reference, swiglu, swiglu_reference
 from spmoe_lite.kernels.linear_triton import linear_triton, segment_of
 from spmoe_lite.kernels.norm import rms_norm_reference
 from spmoe_lite.kernels.norm_triton import rms_norm_triton
+from spmoe_lite.precision import scheme_of
 from spmoe_lite.quant import QuantizedMatrix, quantize
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from spmoe_lite.config import ExpertLayout, matrix_bytes, scheme_of
 from spmoe_lite.kernels import expert_gemm as door
 from spmoe_lite.kernels import expert_gemm_triton as kernels
 from spmoe_lite.kernels.expert_gemm_triton import (
@@ -14,6 +13,7 @@ from spmoe_lite.kernels.expert_gemm_triton import (
     expert_down_triton,
     expert_up_triton,
 )
+from spmoe_lite.precision import ExpertLayout, matrix_bytes, scheme_of
 from spmoe_lite.quant import quantize, view_matrix
 
 TOLERANCE = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}
