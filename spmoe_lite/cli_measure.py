@@ -38,7 +38,7 @@ from spmoe_lite.cli_shared import (
     show_log,
 )
 from spmoe_lite.errors import NotFoundError, SpmoeError, UsageError
-from spmoe_lite.progress import size
+from spmoe_lite.progress import digits, size
 from spmoe_lite.terminal import note
 
 if TYPE_CHECKING:
@@ -127,10 +127,10 @@ def _plan_rows(found: Forecast) -> list[list[str]]:
     speeds = [speed for _, speed in ways if speed is not None]
     if any(s.copies for s in speeds):
         rows.append(
-            ["missing experts a step", *(f"{s.copies:.3g}" if s.copies else "-" for s in speeds)]
+            ["missing experts a step", *(digits(s.copies) if s.copies else "-" for s in speeds)]
         )
     if any(s.disk_copies for s in speeds):
-        reads = (f"{s.disk_copies:.3g} ({s.disk_share:.0%})" for s in speeds)
+        reads = (f"{digits(s.disk_copies)} ({s.disk_share:.0%})" for s in speeds)
         rows.append(["of them read from disk", *reads])
     times: list[tuple[str, list[float]]] = [
         ("ms drafting", [s.drafting_ms for s in speeds]),
@@ -139,11 +139,11 @@ def _plan_rows(found: Forecast) -> list[list[str]]:
     ]
     for name, values in times:
         if any(values):
-            rows.append([name, *(f"{ms:.3g}" if ms else "-" for ms in values)])
+            rows.append([name, *(digits(ms) if ms else "-" for ms in values)])
     if len(speeds) > 1:
-        rows.append(["tokens a step", *(f"{s.tokens:.3g}" for s in speeds)])
+        rows.append(["tokens a step", *(digits(s.tokens) for s in speeds)])
     if speeds:
-        rows.append(["ms a token", *(f"{s.token_ms:.3g}" for s in speeds)])
+        rows.append(["ms a token", *(digits(s.token_ms) for s in speeds)])
     return rows
 
 
@@ -177,7 +177,7 @@ def profile(
 
 def _profile_rows(measured: Profile, expert_bytes: int) -> list[list[str]]:
     """What was measured, in plain words."""
-    expert = f"GB/s, an expert of {size(expert_bytes)} in {measured.expert_copy_ms:.3g} ms"
+    expert = f"GB/s, an expert of {size(expert_bytes)} in {digits(measured.expert_copy_ms)} ms"
     copied = "GB/s" if measured.read_gbps is not None else expert
     rows = [["experts copied to slots", f"{measured.copy_gbps:.1f}", copied]]
     if measured.read_gbps is not None:
@@ -584,7 +584,7 @@ def replay_trace(
     for one in result.scores:
         hits = ["-" if r is None else f"{r:.1%}" for r in (one.hit_rate_unique, one.hit_rate)]
         rows.append([one.policy, str(one.slots), *hits, f"{one.misses_per_token:.2f}"])
-        rows[-1] += [size(one.bytes_per_token), f"{one.seconds_per_token(rate):.3g}"]
+        rows[-1] += [size(one.bytes_per_token), digits(one.seconds_per_token(rate))]
     click.echo(terminal.table(rows, right=[1, 2, 3, 4, 5, 6]))
     note(
         f"{terminal.printable(trace.header.model)}: {result.passes} passes, {result.tokens} tokens, "

@@ -37,7 +37,7 @@ from spmoe_lite.pack import Pack
 from spmoe_lite.plan import ModelSize, Plan, parse_size, plan_pair, ram_places
 from spmoe_lite.precision import scheme_of
 from spmoe_lite.predictor import ExpertPredictor
-from spmoe_lite.progress import size
+from spmoe_lite.progress import digits, size
 from spmoe_lite.speed import Costs, Speed, predict, times_drafts
 from spmoe_lite.tokenizer import Tokenizer
 from spmoe_lite.trace import check_link
@@ -94,24 +94,24 @@ class Forecast:
         with_draft, plain, plan = self.speed, self.plain_speed, self.plan
         if with_draft is None or plain is None or self.plain_plan is None:
             return ""
-        took = f"{with_draft.token_ms:.3g} ms a token with the draft, {plain.token_ms:.3g} without"
+        took = f"{digits(with_draft.token_ms)} ms a token with the draft, {digits(plain.token_ms)} without"
         first = {
             None: "with the draft and without it are about as fast",
             True: "the draft makes it faster",
             False: "without the draft is faster",
         }[self.draft_is_faster]
-        why = f"a step with the draft writes {with_draft.tokens:.3g} tokens"
+        why = f"a step with the draft writes {digits(with_draft.tokens)} tokens"
         if plain.step_ms > 0:
-            why += f" and takes {with_draft.step_ms / plain.step_ms:.3g} times as long"
+            why += f" and takes {digits(with_draft.step_ms / plain.step_ms)} times as long"
         if lost := self.plain_plan.slots - plan.slots:
             why += f"; the draft and its cache take the room of {lost} experts"
         if with_draft.copies > plain.copies:
             why += f"; checking {with_draft.draft_tokens + 1} positions misses "
-            why += f"{with_draft.copies:.3g} experts, one position {plain.copies:.3g}"
+            why += f"{digits(with_draft.copies)} experts, one position {digits(plain.copies)}"
         text = f"{first}: {took}. {why[0].upper()}{why[1:]}."
         best = self.best_speed
         if best is not None and best.token_ms * MARGIN < min(with_draft.token_ms, plain.token_ms):
-            text += f" --draft-tokens {best.draft_tokens} would take {best.token_ms:.3g} ms."
+            text += f" --draft-tokens {best.draft_tokens} would take {digits(best.token_ms)} ms."
         return text
 
     def to_dict(self) -> dict[str, Any]:

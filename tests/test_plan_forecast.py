@@ -17,6 +17,7 @@ from spmoe_lite.forecast import forecast
 from spmoe_lite.loading import Loader, profile_path
 from spmoe_lite.pack import Pack
 from spmoe_lite.plan import ModelSize
+from spmoe_lite.progress import digits
 from spmoe_lite.speed import Costs, acceptance, mean_accepted, predict
 from tests import tiny
 
@@ -381,3 +382,11 @@ def test_what_does_not_fit_is_4_and_its_advice_works(packs, capsys):
     assert spmoe("plan", target, "--acceptance", "2") == 2
     assert spmoe("plan", target, "--link", "fast") == 2
     assert forecasts.ACCEPTANCE == 0.7  # as the manual says
+
+
+@pytest.mark.parametrize(
+    "value, shown",
+    [(0.4851, "0.485"), (29.94, "29.9"), (999.4, "999"), (999.6, "1000"), (2558.1, "2558")],
+)
+def test_figures_are_shown_without_an_exponent(value, shown):
+    assert digits(value) == shown
