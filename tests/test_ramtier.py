@@ -564,7 +564,7 @@ def test_cancel_takes_effect_while_a_read_is_waited_for(pack, parts, monkeypatch
 
     def held_up(layer, expert, out, offset=0):
         if offset:
-            go_on.wait(20)
+            go_on.wait(60)
         read(layer, expert, out, offset)
 
     store = make_store(pack, 6, 4, bypass=False)
@@ -575,7 +575,7 @@ def test_cancel_takes_effect_while_a_read_is_waited_for(pack, parts, monkeypatch
     started = time.perf_counter()
     with pytest.raises(Cancelled):
         list(store.serve(0, torch.tensor([[0, 1]])))
-    assert time.perf_counter() - started < 1
+    assert time.perf_counter() - started < 30  # and not when the read has ended
     store.cancel = None
     threading.Timer(0.1, go_on.set).start()  # the threads of the past write on for a while
     run = Run(pack, store)
@@ -790,14 +790,14 @@ def test_cancel_and_a_system_without_memory_lock_nothing(pack, monkeypatch, capl
 
 def test_closing_ends_threads_and_files_and_waits_before_it_unlocks(pack, parts):
     files = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     driver = WritableDriver()
     store = make_store(pack, 6, 4, driver=driver)
     Run(pack, store).one(random_ids(random.Random(0)))
-    assert threading.active_count() > threads
+    assert set(threading.enumerate()) - threads
     store.tier.close()
     assert driver.events == ["register", "synchronize", "unregister"] and not driver.locked
-    assert threading.active_count() == threads
+    assert not set(threading.enumerate()) - threads
     assert not files or len(os.listdir("/proc/self/fd")) == len(files)
     driver = WritableDriver()
     store = make_store(pack, 6, 4, driver=driver)
