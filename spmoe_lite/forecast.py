@@ -10,9 +10,8 @@ No weight is read. A card that is not in this machine is planned for too, if its
 
 from __future__ import annotations
 
-import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,7 +62,7 @@ class Figure:
     source: str
 
     def __str__(self) -> str:
-        value = f"{self.value:.0%}" if not self.unit else f"{self.value:.4g} {self.unit}"
+        value = f"{self.value:.0%}" if not self.unit else f"{digits(self.value, 4)} {self.unit}"
         return f"{self.name}: {value}, {self.source}"
 
 
@@ -100,6 +99,8 @@ class Forecast:
             True: "the draft makes it faster",
             False: "without the draft is faster",
         }[self.draft_is_faster]
+        if with_draft.draft_tokens == 0:
+            return f"{first}: {took}. With --draft-tokens 0 a draft takes room and drafts nothing."
         why = f"a step with the draft writes {digits(with_draft.tokens)} tokens"
         if plain.step_ms > 0:
             why += f" and takes {digits(with_draft.step_ms / plain.step_ms)} times as long"
@@ -160,7 +161,7 @@ def forecast(
     for flag, rate in {"--link": link, "--memory": memory, "--disk": disk}.items():
         check_link(flag, rate)
     if acceptance is not None and not 0 <= acceptance <= 1:
-        raise UsageError(f"--acceptance {acceptance:g}: 0 to 1")
+        raise UsageError(f"--acceptance {acceptance:.12g}: 0 to 1")
     imagined = _is_imagined(device, vram)
     place = torch.device("cpu") if imagined else choose_device(device)
     packs: list[Pack] = []
@@ -172,9 +173,9 @@ def forecast(
             if pack.expert_layout is not None:
                 check_experts(place, pack.name, pack.expert_layout.dtype)
         _check_vocabulary(packs)
-        machine = _Machine(place, imagined, packs, pin, home)
+        machine = _Machine(place, imagined, packs, pin, home, disk)
         sizes = machine.sizes
-        costs = machine.costs(link, memory, disk, acceptance, drafts)
+        costs = machine.costs(link, memory, acceptance, drafts)
         available = NOT_HERE if imagined else available_bytes(place)
 
         def plan(with_draft: bool) -> Plan:
@@ -206,23 +207,27 @@ def _priced(
 ) -> Forecast:
     target, *others = sizes
     draft, layers = others[0] if others else None, target.config.num_hidden_layers
-    figures, notes = machine.figures, machine.notes
-    if plan.slots == plan.expert_count:  # nothing is ever missing
-        paging = ("link", "disk", "misses, of those of uniform routing")
-        figures, notes = [figure for figure in figures if figure.name not in paging], []
-    elif plan.device != "cpu" and plan.slots < target.config.num_experts_per_tok * layers:
-        notes = [*notes, "fewer slots than a token needs: steps are driven by the host, and slower"]
     if not target.config.is_moe:
-        return Forecast(plan, None, plain if others else None, None, None, [], notes)
-    speed = predict(target, draft, plan.slots, drafts, costs, plan.ram_places)
+        return Forecast(plan, None, plain if others else None, None, None, [], machine.notes)
+    held, plain_held = machine.held(plan), machine.held(plain)
+    if held is not None or plain_held is not None:
+        costs = replace(costs, disk_rate=machine.disk_rate(plan))
+    speed = predict(target, draft, plan.slots, drafts, costs, held)
+    without = predict(target, None, plain.slots, 0, costs, plain_held)
+    figures, notes = machine.figures, [*machine.remarks(plan), *machine.notes]
+    if plan.slots == plan.expert_count:  # nothing is ever missing
+        paging = ("link", "misses, of those of uniform routing")
+        figures, notes = [figure for figure in figures if figure.name not in paging], machine.notes
+    elif plan.device != "cpu" and plan.slots < target.config.num_experts_per_tok * layers:
+        notes.append("fewer slots than a token needs: steps are driven by the host, and slower")
+    if not speed.disk_copies and not without.disk_copies:
+        figures = [figure for figure in figures if figure.name != "disk"]
+        if machine.given_disk is not None:
+            notes.append("--disk has no effect: no expert is read from disk")
     if draft is None:
         return Forecast(plan, speed, None, None, None, figures, notes)
-    tried = [
-        predict(target, draft, plan.slots, n, costs, plan.ram_places)
-        for n in range(1, MOST_TRIED + 1)
-    ]
+    tried = [predict(target, draft, plan.slots, n, costs, held) for n in range(1, MOST_TRIED + 1)]
     best = min([speed, *tried], key=lambda one: one.token_ms)
-    without = predict(target, None, plain.slots, 0, costs, plain.ram_places)
     return Forecast(plan, speed, plain, without, best, figures, notes)
 
 
@@ -236,7 +241,9 @@ class _Machine:
         packs: list[Pack],
         pin: str | int,
         home: Path | None,
+        given_disk: float | None = None,
     ):
+        self.given_disk = given_disk
         self.name = "cuda" if imagined else str(place)
         self.figures: list[Figure] = []
         self.notes: list[str] = []
@@ -257,7 +264,6 @@ class _Machine:
         self,
         link: float | None,
         memory: float | None,
-        disk: float | None,
         acceptance: float | None,
         draft_tokens: int,
     ) -> Costs:
@@ -279,11 +285,50 @@ class _Machine:
             ratio = self._profile.miss_ratio
             self._add("misses, of those of uniform routing", ratio, "", "by profile")
         chance = self._acceptance(acceptance) if drafts else 0.0
-        disk_rate = math.inf
-        if 0 < self._places < target.expert_count:
-            disk_rate = self._disk(disk) * 1e9
-        ahead = self._layers_ahead()
-        return Costs(read_rate, rates, self._profile, chance, ahead, disk_rate)
+        if acceptance is not None and not drafts:
+            self.notes.append("--acceptance has no effect without a draft")
+        return Costs(read_rate, rates, self._profile, chance, self._layers_ahead())
+
+    def held(self, plan: Plan) -> int | None:
+        """Experts that slots and RAM hold between them; None if those are all.
+
+        Without a tier RAM holds them as the page cache does, those in slots among them.
+        """
+        if self._places:
+            return plan.held
+        room = available_bytes(torch.device("cpu"))
+        if self.name == "cpu":
+            room -= plan.total_bytes
+        held = max(plan.slots, room // plan.slot_bytes)
+        return None if held >= plan.expert_count else held
+
+    def disk_rate(self, plan: Plan) -> float:
+        """Bytes per second of an expert that RAM does not hold, said among the figures."""
+        known, whole = self._profile, plan.expert_count * plan.slot_bytes
+        if self.given_disk is not None:
+            rate = self._add("disk", self.given_disk, "GB/s", "given by --disk")
+        elif not self._imagined and plan.has_tier and whole < available_bytes(torch.device("cpu")):
+            what = "assumed: RAM has room for the pack in the page cache; --disk"
+            rate = self._add("disk", HOST_LINK, "GB/s", what)
+        elif known is not None and known.disk_gbps:
+            rate = self._add("disk", known.disk_gbps, "GB/s", "by profile")
+        else:
+            what = "assumed: NVMe, PCIe 3 with 4 lanes; --disk"
+            rate = self._add("disk", DISK, "GB/s", what)
+        return rate * 1e9
+
+    def remarks(self, plan: Plan) -> list[str]:
+        """What is special about where experts lie."""
+        held, count = self.held(plan), plan.expert_count
+        if plan.has_tier:
+            what = f"RAM has places for {plan.ram_places} of {count} experts (--pin)"
+            if held is not None and held < count:
+                what += ": what is neither there nor in a slot is read from disk"
+            return [f"{what}; steps are driven by the host"]
+        if held is not None:
+            what = "what is missing beyond them is read from disk"
+            return [f"free RAM holds {held} of {count} experts in the page cache: {what}"]
+        return []
 
     def _add_times(self, known: Profile | None) -> None:
         """Times of passes, where they are not reckoned from bytes; `known` is what was kept of them."""
@@ -315,6 +360,8 @@ class _Machine:
         """What may be page-locked of host memory, as loading decides it; said where it matters."""
         pack, target = self._packs[0], self.sizes[0]
         if not target.config.is_moe or self.name == "cpu":
+            if pin != "auto" and target.config.is_moe:
+                self.notes.append("--pin has no effect on the CPU")
             return "none"
         needed = target.expert_count * target.stride
         if self._imagined and pin == "auto":
@@ -327,20 +374,7 @@ class _Machine:
                 f"none of the {size(needed)} of experts may be page-locked (--pin): "
                 f"misses take longer, and steps are driven by the host"
             )
-        elif places < target.expert_count:
-            self.notes.append(
-                f"RAM has places for {places} of {target.expert_count} experts (--pin): what is neither "
-                f"there nor in a slot is read from disk, and steps are driven by the host"
-            )
         return pinned
-
-    def _disk(self, given: float | None) -> float:
-        known = self._profile
-        if given is not None:
-            return self._add("disk", given, "GB/s", "given by --disk")
-        if known is not None and known.disk_gbps:
-            return self._add("disk", known.disk_gbps, "GB/s", "by profile")
-        return self._add("disk", DISK, "GB/s", "assumed: NVMe, PCIe 3 with 4 lanes; --disk")
 
     def _link(self, given: float | None) -> float:
         stride, known = self.sizes[0].stride, self._profile

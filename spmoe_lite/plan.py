@@ -90,6 +90,11 @@ class Plan:
         """Whether RAM holds some experts and not all, so that others are read from disk."""
         return 0 < self.ram_places < self.expert_count
 
+    @property
+    def held(self) -> int | None:
+        """Experts that slots and the RAM tier hold between them, each in one of both; None without a tier."""
+        return min(self.slots + self.ram_places, self.expert_count) if self.has_tier else None
+
     def __str__(self) -> str:
         parts = []
         if self.expert_count:
@@ -222,10 +227,7 @@ def make_plan(
     chosen = wanted
     if slots is None and target.config.is_moe:
         chosen = min(asked.slots_in(budget), target.expert_count)
-    places, seconds = ram_places(pinned, chosen, target.expert_count, target.stride), None
-    if target.config.is_moe and costs.price_a_pass:
-        seconds = predict(target, None, chosen, 0, costs, places).token_ms / 1e3
-    return Plan(
+    plan = Plan(
         device=device,
         budget=budget,
         slots=chosen,
@@ -237,11 +239,15 @@ def make_plan(
         kv_bytes=asked.kv_bytes,
         workspace_bytes=asked.workspace_bytes,
         reserve_bytes=asked.reserve_bytes,
-        ram_places=places,
+        ram_places=ram_places(pinned, chosen, target.expert_count, target.stride),
         context=context,
         read_rate=costs.read_rate,
-        token_seconds=seconds,
+        token_seconds=None,
     )
+    if not target.config.is_moe or not costs.price_a_pass:
+        return plan
+    speed = predict(target, None, chosen, 0, costs, plan.held)
+    return replace(plan, token_seconds=speed.token_ms / 1e3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,6 @@ def size(count: float) -> str:
     return f"{count:.{1 if power and count < 100 else 0}f} {units[power]}"
 
 
-def digits(value: float) -> str:
-    """A figure for people: three digits, large ones without an exponent: `0.485`, `29.9`, `2560`."""
-    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
+def digits(value: float, count: int = 3) -> str:
+    """A figure for people: so many digits, large ones without an exponent: `0.485`, `29.9`, `2560`."""
+    return f"{value:.{count}g}" if abs(value) < 10**count - 0.5 else f"{value:.0f}"

@@ -17,28 +17,25 @@ PROMPTS = (  # prose, code, conversation
 
 
 def parse_prompts(text: str, name: str) -> list[str]:
-    """One prompt a line, or JSON lines with "prompt"; empty lines are none."""
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    """One prompt a line, or JSON lines with "prompt"; empty lines are none.
+
+    Lines end at a line feed alone: JSON may hold every other character that ends one somewhere.
+    """
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise UsageError(f'{name} holds no prompt: one a line, or JSON lines with "prompt"')
-    if not _is_object(lines[0][1]):
-        return [line for _, line in lines]
+    if not lines[0][1].lstrip().startswith("{"):
+        return [line.removesuffix("\r") for _, line in lines]
     found = {number: _json_prompt(line) for number, line in lines}
     if bad := [number for number, prompt in found.items() if prompt is None]:
         raise UsageError(f'{name}, line {bad[0]}: no JSON object with a text as "prompt"')
     return [prompt for prompt in found.values() if prompt]
 
 
-def _is_object(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
 def _json_prompt(line: str) -> str | None:
     try:
         prompt = json.loads(line)["prompt"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+        prompt.encode()  # half a surrogate pair is no text
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return prompt if isinstance(prompt, str) and prompt else None

@@ -5,9 +5,9 @@ A step drafts K tokens, verifies T = K + 1 positions in one pass and writes E[T]
     E[T]        = (1 - a^T) / (1 - a)         at acceptance a (Leviathan et al. 2023, arXiv 2211.17192, eq. 1)
     ms / token  = (K t_draft + t_pass(T) + copies t_copy - hidden) / E[T]
     copies      = layers x `expected_copies` of T tokens: an LRU in each layer, uniform routing; times the
-                  miss ratio that `profile` has seen
-    from disk   = the same with as many slots as there are slots and places in RAM: what has a slot has no
-                  place. Such a copy goes at the slower of both rates: its parts are sent on as they come
+                  miss ratio that `profile` has seen; at least those that one token needs beyond the slots
+    from disk   = the same with as many slots as slots and RAM hold experts between them. Such a copy goes
+                  at the slower of both rates: its parts are sent on as they come
     hidden      = the copies ahead that `cutoff_layer` allows, times the chance that the slot they took is
                   not wanted by the same step (docs/log.md, captured steps)
 
@@ -84,11 +84,11 @@ def predict(
     slots: int,
     draft_tokens: int,
     costs: Costs,
-    ram_places: int = 0,
+    held: int | None = None,
 ) -> Speed:
     """A step of `target` with `slots` of its experts in slots, and `draft_tokens` drafts.
 
-    ram_places: those of a `Plan`; with 0 no expert is read from disk.
+    held: experts that slots and RAM hold between them, the others are read from disk; None: all.
     """
     c, profile = target.config, costs.profile
     drafts = draft_tokens if draft is not None else 0
@@ -113,10 +113,15 @@ def predict(
         k, ratio = c.num_experts_per_tok, 1.0
         if profile is not None and profile.miss_ratio is not None:
             ratio = profile.miss_ratio
-        copies = layers * expected_copies(experts, k, rows, resident) * ratio
-        if ram_places:
-            held = min(1.0, (slots + ram_places) / target.expert_count)
-            disk_copies = layers * expected_copies(experts, k, rows, held) * ratio
+
+        def missed(have: int) -> float:
+            share = min(1.0, have / target.expert_count)
+            found = layers * expected_copies(experts, k, rows, share) * ratio
+            return max(found, layers * k - have, 0.0)
+
+        copies = missed(slots)
+        if held is not None:
+            disk_copies = missed(held)
             slower = target.stride / min(costs.read_rate, costs.disk_rate) * 1e3 - copy_ms
             copy_ms += slower * disk_copies / copies if copies else 0.0
         ahead = expected_copies(experts, k, drafts, resident) * ratio

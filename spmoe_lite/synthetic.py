@@ -146,8 +146,14 @@ class Pair:
         return cls(target, draft, dtypes, (name, draft_name), distinct)
 
     def check_prompts(self, prompts: Sequence[str], ctx_size: int | None) -> None:
-        """CapacityError for one that leaves no room in the context: every byte will be a token."""
-        context = ctx_size or min(DEFAULT_CONTEXT, self.target.max_position_embeddings)
+        """CapacityError for one that leaves no room in the context: every byte will be a token.
+
+        UsageError for a context that the pair will not take.
+        """
+        longest = self.target.max_position_embeddings
+        if ctx_size is not None and not 2 <= ctx_size <= longest:
+            raise UsageError(f"--ctx-size {ctx_size}: {self.names[0]} takes 2 to {longest}")
+        context = ctx_size or min(DEFAULT_CONTEXT, longest)
         for number, text in enumerate(prompts, 1):
             if (count := len(text.encode())) >= context:
                 raise CapacityError(

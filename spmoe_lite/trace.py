@@ -79,7 +79,7 @@ class Trace:
 def check_link(flag: str, rate: float | None) -> None:
     """UsageError for GB/s that no bus and no memory has."""
     if rate is not None and not MIN_LINK <= rate <= MAX_LINK:
-        raise UsageError(f"{flag} {rate:g}: a rate in GB/s, from {MIN_LINK:g} to {MAX_LINK:g}")
+        raise UsageError(f"{flag} {rate:.12g}: a rate in GB/s, 0.000001 to 1000000")
 
 
 class TraceWriter:

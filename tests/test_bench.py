@@ -149,6 +149,14 @@ def test_prompts_are_lines_or_json_lines():
             prompts.parse_prompts(first, "f")
     with pytest.raises(UsageError, match="f holds no prompt"):
         prompts.parse_prompts(" \n\n", "f")
+    for text in ('{"prompt":"\\ud800"}', "{", '{\n"prompt": "a"}', '{"prompt": null}'):
+        with pytest.raises(UsageError, match="^f, line 1: no JSON object"):
+            prompts.parse_prompts(text, "f")
+    odd = "a\u2028b\x0cc\x85d"
+    assert prompts.parse_prompts(f'{{"prompt": "{odd}"}}'.replace("\x0c", ""), "f") == [
+        "a\u2028bc\x85d"
+    ]
+    assert prompts.parse_prompts(f"{odd}\r\ne\r\n", "f") == [odd, "e"]
 
 
 class Engine:
@@ -375,7 +383,7 @@ def test_a_file_that_cannot_be_written_costs_no_row(found_packs, monkeypatch, ca
         (["--json", "no/such/x.json"], "--json no/such/x.json: there is no folder"),
         (["--svg", "."], "--svg . is a folder: name a file"),
         (["--vram", "1GB,"], "--vram : give a size"),
-        (["--link", "1e-9"], "--link 1e-09: a rate in GB/s, from 1e-06 to 1e+06"),
+        (["--link", "1e-9"], "--link 1e-09: a rate in GB/s, 0.000001 to 1000000"),
         (["--acceptance", "0.9"], "--acceptance 0.9: with --synthetic only"),
         (["--layers", "2"], "--layers 2: with --synthetic only"),
         (["--synthetic", "tiny"], "--synthetic tiny brings its own packs: leave out mix"),
@@ -453,6 +461,7 @@ def test_a_synthetic_pair_is_written_measured_drawn_and_deleted(tmp_path, capsys
         (["--layers", "9"], "--layers 9: tiny has 1 to 4"),
         (["--vram", "much"], "--vram much: give a size"),
         (["--acceptance", "nan"], "--acceptance nan: 0 to 1"),
+        (["--ctx-size", "4000"], "--ctx-size 4000: tiny takes 2 to 2048"),
         (["--link", "nan"], "--link nan: a rate in GB/s"),
         (["--link", "5", "--copy-path", "legacy"], "--link 5: not with --copy-path legacy"),
     ],

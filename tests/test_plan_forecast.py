@@ -225,16 +225,26 @@ def test_what_has_neither_slot_nor_place_comes_from_disk(packs):
     target, draft = map(size_of, packs)
     rates = dict.fromkeys((*target.dense, "fp32", "bf16"), 1e9)
     costs = Costs(target.stride / 2e-3, rates, MEASURED, disk_rate=target.stride / 5e-3)
-    step = predict(target, draft, 12, 4, costs, 6)
+    step = predict(target, draft, 12, 4, costs, 18)
     assert step.copies == predict(target, draft, 12, 4, costs).copies
     assert step.disk_copies == pytest.approx(3 * expected_copies(8, 2, 5, 18 / 24) * 0.5)
     assert step.disk_share == pytest.approx(0.5)
     assert step.copy_ms == pytest.approx(3.5 * step.copies)  # half of them 2 ms, half 5
     assert step.to_dict()["disk_share"] == step.disk_share
     fast = replace(costs, disk_rate=1e15)  # the bus is what is slow then
-    assert predict(target, draft, 12, 4, fast, 6).copy_ms == pytest.approx(2 * step.copies)
-    for places in (0, 12, 24):
-        assert predict(target, draft, 12, 4, costs, places).disk_copies == 0
+    assert predict(target, draft, 12, 4, fast, 18).copy_ms == pytest.approx(2 * step.copies)
+    for held in (None, 24):
+        assert predict(target, draft, 12, 4, costs, held).disk_copies == 0
+
+
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_no_profile_makes_less_missing_than_one_token_needs(packs, drafts):
+    target, draft = map(size_of, packs)
+    rates = dict.fromkeys((*target.dense, "fp32", "bf16"), 1e9)
+    costs = Costs(target.stride / 2e-3, rates, replace(MEASURED, miss_ratio=0.0))
+    step = predict(target, draft, 2, drafts, costs, 3)
+    assert (step.copies, step.disk_copies) == (3 * 2 - 2, 3 * 2 - 3)
+    assert predict(target, draft, 6, drafts, costs, 7).copies == 0
 
 
 def test_a_card_that_is_not_here_beside_little_ram(packs, capsys, tmp_path):
@@ -265,14 +275,48 @@ def test_a_card_that_is_not_here_beside_little_ram(packs, capsys, tmp_path):
     assert values["speed"]["disk_share"] == pytest.approx(0.6)
     assert spmoe(*args, "none") == 0
     assert "read from disk" not in capsys.readouterr().out
+    whole = forecast(*packs, **where | {"pin": 20 * stride})
+    assert whole.plan.has_tier and whole.plan.held == 24 and "disk" not in str(whole.figures)
+    assert not any("disk" in note for note in whole.notes)
 
 
-def test_what_profile_measured_of_the_disk_is_used(packs, tmp_path, monkeypatch):
-    known = replace(MEASURED, disk_gbps=1.5)
-    machine = forecasts._Machine.__new__(forecasts._Machine)
-    machine.figures, machine._profile = [], known
-    assert machine._disk(None) == 1.5 and machine.figures[-1].source == "by profile"
-    assert machine._disk(9.0) == 9.0 and machine.figures[-1].source == "given by --disk"
+def test_what_the_page_cache_does_not_hold_comes_from_disk(packs, monkeypatch, tmp_path):
+    target, draft = packs
+    stride, free = size_of(target).stride, []
+    monkeypatch.setattr(forecasts, "available_bytes", lambda device: free[-1])
+    where = {"vram": "450MB", "slots": 9, "pin": "none", "home": tmp_path}
+    for experts, held in [(24, None), (15, 15), (4, 9)]:
+        free.append(experts * stride + 100)
+        found = forecast(target, draft, **where)
+        share = 0 if held is None else (24 - held) / (24 - 9)
+        assert found.speed.disk_share == pytest.approx(share)
+        assert any(f"holds {held} of 24 experts" in note for note in found.notes) == bool(held)
+    free.append(10 << 30)
+    notes = forecast(target, draft, **where, disk=1.0).notes
+    assert any(note.startswith("--disk has no effect") for note in notes)
+    free.append(10 << 30)
+    notes = forecast(target, device="cpu", pin=5, acceptance=0.5, home=tmp_path).notes
+    assert any(note.startswith("--pin has no effect") for note in notes)
+    assert any(note.startswith("--acceptance has no effect") for note in notes)
+
+
+def test_what_profile_measured_of_the_disk_is_used(packs, tmp_path):
+    with Pack.open(packs[0]) as pack:
+        machine = forecasts._Machine(torch.device("cpu"), True, [pack], 5, tmp_path)
+        plan = forecast(packs[0], vram="450MB", slots=9, pin=6 * size_of(packs[0]).stride).plan
+        for given, known, rate, source in [
+            (None, None, 3e9, "assumed: NVMe"),
+            (None, replace(MEASURED, disk_gbps=1.5), 1.5e9, "by profile"),
+            (9.0, replace(MEASURED, disk_gbps=1.5), 9e9, "given by --disk"),
+        ]:
+            machine.given_disk, machine._profile = given, known
+            assert machine.disk_rate(plan) == rate
+            assert machine.figures[-1].source.startswith(source)
+        machine._imagined, machine.given_disk = (
+            False,
+            None,
+        )  # a tier beside a pack that RAM could hold
+        assert machine.disk_rate(plan) == 5e9 and "page cache" in machine.figures[-1].source
 
 
 def test_loading_makes_the_tier_that_is_planned(packs, monkeypatch):
