@@ -122,15 +122,17 @@ def _plan_rows(found: Forecast) -> list[list[str]]:
     if found.plan.expert_count:
         rows.append(["experts in slots", *(f"{p.slots} of {p.expert_count}" for p in plans)])
     if any(p.has_tier for p in plans):
-        held = (min(p.slots + p.ram_places, p.expert_count) for p in plans)
-        rows.append(["experts in slots and RAM", *(str(count) for count in held)])
+        rows.append(["experts in slots and RAM", *(str(p.held or "all") for p in plans)])
     speeds = [speed for _, speed in ways if speed is not None]
     if any(s.copies for s in speeds):
         rows.append(
             ["missing experts a step", *(digits(s.copies) if s.copies else "-" for s in speeds)]
         )
     if any(s.disk_copies for s in speeds):
-        reads = (f"{digits(s.disk_copies)} ({s.disk_share:.0%})" for s in speeds)
+        reads = (
+            f"{digits(s.disk_copies)} ({s.disk_share:.0%})" if s.disk_copies else "-"
+            for s in speeds
+        )
         rows.append(["of them read from disk", *reads])
     times: list[tuple[str, list[float]]] = [
         ("ms drafting", [s.drafting_ms for s in speeds]),
@@ -160,18 +162,21 @@ def profile(
     The result is kept: it sets how deep drafting prefetches, and `plan` goes by it. Acceptance is counted
     over three short answers.
     """
-    from spmoe_lite.profile import profile as library_profile
+    from spmoe_lite.profile import keep, measure
 
     show_log()
     target, draft_path = choose(pack, model, draft, offer=False)
     with load_pair(target, draft_path, given) as engine:
         with terminal.interruptible() as cancel, terminal.ProgressDisplay() as progress:
-            measured = library_profile(engine, cancel, progress)
-        expert_bytes = engine.plan.slot_bytes
-    if as_json:
-        echo_json(measured.to_dict())
-    else:
-        click.echo(terminal.table(_profile_rows(measured, expert_bytes), right=[1]))
+            measured = measure(engine, cancel, progress)
+        if as_json:  # before it is kept, which may fail
+            echo_json(measured.to_dict())
+        else:
+            rows = _profile_rows(measured, engine.plan.slot_bytes)
+            click.echo(terminal.table(rows, right=[1]))
+        kept, found = keep(engine, measured).to_dict(), measured.to_dict()
+    if earlier := [name for name, value in kept.items() if value != found[name]]:
+        note(f"not measured this time, as kept before: {', '.join(earlier)}")
     note(f"kept in {engine.profile_path}")
 
 
@@ -184,10 +189,11 @@ def _profile_rows(measured: Profile, expert_bytes: int) -> list[list[str]]:
         rows.append(["experts read by the GPU", f"{measured.read_gbps:.1f}", expert])
     if measured.disk_gbps is not None:
         rows.append(["experts read from disk", f"{measured.disk_gbps:.1f}", "GB/s"])
-    rows.append(["a layer, 1 token", f"{measured.plain_layer_ms:.3f}", "ms"])
-    if measured.draft_token_ms:
+    rows.append(["a layer, one token", f"{measured.plain_layer_ms:.3f}", "ms"])
+    if measured.verify_rows is not None and measured.verify_rows > 1:
         verify = f"a layer, {measured.verify_rows} tokens at once"
         rows.append([verify, f"{measured.target_layer_ms:.3f}", "ms"])
+    if measured.draft_token_ms:
         rows.append(["a draft token", f"{measured.draft_token_ms:.3f}", "ms"])
     if measured.acceptance is not None:
         rows.append(["draft tokens accepted", f"{measured.acceptance:.0%}", ""])
