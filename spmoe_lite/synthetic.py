@@ -53,7 +53,7 @@ from spmoe_lite.pack import TORCH_DTYPES, Weight, view_weight
 from spmoe_lite.pack_writer import PackWriter
 from spmoe_lite.plan import DEFAULT_CONTEXT
 from spmoe_lite.precision import Scheme, scheme_of
-from spmoe_lite.progress import OnProgress, Progress, check
+from spmoe_lite.progress import OnProgress, Progress, check, size
 from spmoe_lite.quant import QuantizedMatrix
 from spmoe_lite.sampling import Sampler
 from spmoe_lite.verifier import Verdict
@@ -177,7 +177,7 @@ class Pair:
         c = self.target
         return (
             f"{' and '.join(self.names)}, random weights, {c.num_hidden_layers} layers: experts of "
-            f"{self.expert_bytes / 1e9:.1f} GB; {self.disk_bytes / 1e9:.1f} GB are written"
+            f"{size(self.expert_bytes)}; {size(self.disk_bytes)} are written"
         )
 
 
@@ -230,7 +230,7 @@ def write_pair(
     free = shutil.disk_usage(folder).free
     if pair.disk_bytes > free:
         raise CapacityError(
-            f"the synthetic pair takes {pair.disk_bytes / 1e9:.1f} GB, {free / 1e9:.1f} GB are free "
+            f"the synthetic pair takes {size(pair.disk_bytes)}, {size(free)} are free "
             f"at {folder}: give another --folder, or fewer --layers"
         )
     done = 0
