@@ -9,13 +9,40 @@ so every layer has its own deadline. Pure arithmetic on a `Profile`.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
-import math
-from dataclasses import asdict, dataclass
+import logging
+import os
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from spmoe_lite.errors import DamagedError, SpmoeError
+from spmoe_lite.files import (
+    PARTIAL,
+    disk_error,
+    is_whole,
+    load_json,
+    naming,
+    open_confined,
+    write_whole,
+)
+
+log = logging.getLogger("spmoe_lite")
+
 REQUIRED = ("expert_copy_ms", "draft_token_ms", "target_layer_ms")
+MAX_FILE_BYTES = 64 << 10
+
+# What a kept profile may say, least and most. 0 is allowed beside where it means that a thing is not
+# known or takes no time; nothing nearer to it is, since times and shares are divided by.
+BOUNDS = {
+    "_ms": (1e-9, 1e9),
+    "_gbps": (1e-6, 1e6),
+    "verify_rows": (1, 1000),
+    "acceptance": (1e-9, 1.0),
+    "miss_ratio": (1e-9, 1e5),  # with one expert absent: as many as there are
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,23 +116,77 @@ class Drift:
 
 
 def load_profile(path: Path) -> Profile | None:
-    """The profile that `save_profile` left there; None if there is none or it is not one."""
+    """The profile that `save_profile` left there; None if there is none, or it cannot be used.
+
+    Why it cannot is a warning, once. Fields that older versions did not have are None.
+    """
     try:
-        profile = Profile(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return _checked(load_json(_read(path), path))
+    except FileNotFoundError:
         return None
-    values = profile.to_dict()
-    sane = all(
-        (value is None and name not in REQUIRED)
-        or (isinstance(value, int | float) and math.isfinite(value) and value >= 0)
-        for name, value in values.items()
-    )
-    return profile if sane else None
+    except OSError as error:
+        _warn_once(f"no times measured before are used: {disk_error(error, path, 'read')}")
+    except DamagedError as error:
+        why = str(error).removeprefix(f"{path} ").rpartition(";")[0]
+        _warn_once(f"{path} is not used: it {why}; run profile again")
+    return None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        file = open_confined(path.parent, path.name)
+    except DamagedError:
+        raise DamagedError("is not a regular file of its folder;") from None
+    with file:
+        data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise DamagedError(f"has more than {MAX_FILE_BYTES} bytes;")
+    return data
+
+
+def _checked(values: Any) -> Profile:
+    """The profile of a file's JSON, every field of it; `DamagedError` if that is none."""
+    if not isinstance(values, dict):
+        raise DamagedError("is not a JSON object;")
+    names = {field.name for field in fields(Profile)}
+    if other := sorted(values.keys() - names):
+        raise DamagedError(f"has a field of no profile, {other[0]!r:.40};")
+    for name in sorted(names):
+        value: Any = values.get(name)
+        if value is None and name not in REQUIRED:
+            continue
+        least, most = next(bounds for end, bounds in BOUNDS.items() if name.endswith(end))
+        number = is_whole(value) or (isinstance(value, float) and name != "verify_rows")
+        zero = value == 0 and not name.endswith("_gbps")
+        if not number or not (zero or least <= value <= most):
+            raise DamagedError(f"gives {name} as {value!r:.40}, not as {least:g} to {most:g};")
+    return Profile(**values)
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_once(text: str) -> None:
+    """A load reads the file several times."""
+    log.warning("%s", text)
 
 
 def save_profile(path: Path, profile: Profile) -> None:
-    """Write it under a temporary name and rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(profile.to_dict()) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    """Write it whole or not at all; a `SpmoeError` names what is in the way."""
+    check_place(path)
+    write_whole(path, json.dumps(profile.to_dict()) + "\n")
+
+
+def check_place(path: Path) -> None:
+    """Refuse a place where `save_profile` would fail, as far as trying without data can tell."""
+    with naming(path.parent, "create"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with naming(path, "write"):
+        inside = Path(os.path.realpath(path)).is_relative_to(os.path.realpath(path.parent))
+        if os.path.lexists(path) and not (inside and path.is_file()):  # `load_profile` refuses it
+            raise SpmoeError(f"cannot write {path}: it is not a file of that folder; remove it")
+        temporary = path.resolve()
+        temporary = temporary.with_name(temporary.name + PARTIAL)
+        try:
+            temporary.touch()
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()

@@ -12,7 +12,8 @@
 Passes are timed as the engine runs them, captured or driven by the host. Each round repeats the same
 tokens, so that their experts are in slots as far as there are slots; what still misses is taken off at the
 price of the link. `Engine.load` starts from the stored profile and corrects it with every step; without one
-it starts from a rougher guess.
+it starts from a rougher guess. What a run could not measure, such as acceptance where nothing is drafted,
+stays as an earlier one of the same packs left it.
 """
 
 from __future__ import annotations
@@ -22,20 +23,22 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from spmoe_lite.cutoff import Profile, load_profile, save_profile
+from spmoe_lite.cutoff import Profile, check_place, load_profile, save_profile
 from spmoe_lite.device import bus_rate, current, synchronize
 from spmoe_lite.engine import Engine
 from spmoe_lite.errors import UsageError
 from spmoe_lite.kernels.expert_gemm import expert_down, expert_up, new_partial
+from spmoe_lite.manifest import MANIFEST
 from spmoe_lite.progress import OnProgress, Progress, check
 from spmoe_lite.prompts import PROMPTS
 from spmoe_lite.ramtier import RamTier
 from spmoe_lite.slab import make_slab
-from spmoe_lite.speed import acceptance
+from spmoe_lite.speed import acceptance, times_drafts
 from spmoe_lite.stats import Counters
 
 ROUNDS = 7
@@ -50,14 +53,25 @@ def profile(
     cancel: threading.Event | None = None,
     on_progress: OnProgress | None = None,
 ) -> Profile:
-    """Measure, store for the next `Engine.load` of these packs, and use at once.
+    """`measure`, use at once, and `keep`; if it cannot be kept, what was measured is used all the same."""
+    return keep(engine, measure(engine, cancel, on_progress))
 
-    UsageError for a dense target, which has no experts to page. Without a draft its times are 0 and the
-    verify pass has one row. Raises `Cancelled` between two measurements.
+
+def measure(
+    engine: Engine,
+    cancel: threading.Event | None = None,
+    on_progress: OnProgress | None = None,
+) -> Profile:
+    """What this run can measure; nothing is written.
+
+    UsageError for a dense target, which has no experts to page; a `SpmoeError` where `keep` could not
+    write. Without a draft its times are 0 and the verify pass has one row. Raises `Cancelled` between two
+    measurements.
     """
     decoder = engine.decoder
     if decoder.store is None:
         raise UsageError(f"profile needs experts: {engine.target_pack.name} is a dense model")
+    check_place(engine.profile_path)  # before minutes of measuring
 
     def begin(stage: int) -> None:
         check(cancel)
@@ -96,8 +110,6 @@ def profile(
     for kv in (decoder.session.target_kv, decoder.session.draft_kv):
         if kv is not None:
             kv.truncate(0)  # the timed passes were nobody's conversation
-    if missed is None and (known := load_profile(engine.profile_path)) is not None:
-        missed = known.miss_ratio  # of fewer slots than now
     layers = len(decoder.target.blocks)
     measured = Profile(
         expert_copy_ms=miss_ms,
@@ -113,9 +125,47 @@ def profile(
     )
     if engine.device.type == "cuda":
         torch.cuda.empty_cache()  # of what measuring took beside the plan
-    decoder.drift.profile = measured
-    save_profile(engine.profile_path, measured)
     return measured
+
+
+def keep(engine: Engine, measured: Profile) -> Profile:
+    """Use it, and store it for the next `Engine.load` of these packs; returns what is stored.
+
+    Fields that were not measured stay as they were kept, unless a pack was made since.
+    """
+    kept = measured
+    if (known := _known(engine)) is not None:
+        kept = _filled(measured, known)
+    engine.decoder.drift.profile = kept
+    save_profile(engine.profile_path, kept)
+    return kept
+
+
+def _known(engine: Engine) -> Profile | None:
+    """The kept profile of these very packs: its file goes by their names, so theirs must not be newer."""
+    known = load_profile(engine.profile_path)
+    if known is None:
+        return None
+    try:
+        made = [(pack.path / MANIFEST).stat().st_mtime_ns for pack in engine._parts.packs]
+        return known if max(made) <= engine.profile_path.stat().st_mtime_ns else None
+    except OSError:  # gone meanwhile
+        return None
+
+
+def _filled(measured: Profile, known: Profile) -> Profile:
+    """`measured`, with what it lacks as `known` has it."""
+    changes = {
+        name: getattr(known, name)
+        for name in ("acceptance", "miss_ratio", "disk_gbps")  # no drafts, all in slots, no RAM
+        if getattr(measured, name) is None
+    }
+    if not measured.draft_token_ms:
+        changes["draft_token_ms"] = known.draft_token_ms
+    if times_drafts(known) and not times_drafts(measured):
+        changes["target_layer_ms"] = known.target_layer_ms
+        changes["verify_rows"] = known.verify_rows
+    return replace(measured, **changes)
 
 
 def _gbps(count: int, milliseconds: float) -> float:

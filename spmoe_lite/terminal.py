@@ -348,7 +348,8 @@ def describe(progress: Progress, rate: float, width: int = sys.maxsize) -> str:
         amount = _amount(done, total) if in_bytes else f"{done} of {total} {unit}"
     parts = [f"{progress.stage} {amount}"]
     if rate > 0:
-        parts.append(f"{size(rate)}/s" if in_bytes else f"{rate:.0f} {unit}/s")
+        if in_bytes or rate > 0.5:  # never "0 passes/s"
+            parts.append(f"{size(rate)}/s" if in_bytes else f"{rate:.0f} {unit}/s")
         if total is not None and done < total:
             parts.append(f"{duration((total - done) / rate)} left")
     if len(", ".join(parts)) > width:

@@ -865,7 +865,7 @@ def test_profile_measures_and_keeps_what_it_measured(tiny, typed, capsys):
         assert re.search(rf"^{name} +\d", out, re.MULTILINE)
     assert spmoe("profile", "tiny", "--slots", "8") == 0
     out, err = seen(capsys)
-    assert "a layer, 1 token" in out and "draft" not in out
+    assert "a layer, one token" in out and "draft" not in out
     assert Path(err[-1].removeprefix("kept in ")) != kept  # times of the target alone
 
 

@@ -1,5 +1,10 @@
 """The cutoff layer by hand-made times, and the profile file."""
 
+import json
+import logging
+import os
+from pathlib import Path
+
 import pytest
 
 from spmoe_lite.cutoff import (
@@ -10,6 +15,9 @@ from spmoe_lite.cutoff import (
     load_profile,
     save_profile,
 )
+from spmoe_lite.errors import SpmoeError
+
+OLD = {"expert_copy_ms": 1.0, "draft_token_ms": 2.0, "target_layer_ms": 3.0}
 
 
 def layers(profile, **how):
@@ -62,3 +70,121 @@ def test_a_profile_survives_the_disk_and_a_bad_file_is_none(tmp_path):
     path.write_text('{"expert_copy_ms": -1, "draft_token_ms": 1, "target_layer_ms": 1}')
     assert load_profile(path) is None
     assert load_profile(tmp_path / "absent.json") is None
+
+
+def test_what_is_at_the_bounds_is_read(tmp_path):
+    path = tmp_path / "p.json"
+    for profile in (
+        Profile(0, 0.0, 0.0, 0.0, 0, acceptance=0.0, miss_ratio=0),
+        Profile(1e-9, 1e9, 1, 1e-9, 1000, 1e-6, 1e6, 1, 1e5, 1.0),
+    ):
+        save_profile(path, profile)
+        assert load_profile(path) == profile
+
+
+DAMAGED = [
+    "",
+    "null",
+    "{}",
+    "[" * 100_000,
+    '{"expert_copy_ms":' * 100_000,
+    " " * 70_000 + json.dumps(OLD),
+    json.dumps(OLD)[:-1] + ', "expert_copy_ms": 1.0}',
+    json.dumps(OLD | {"acceptance": float("nan")}),
+    json.dumps(OLD | {"other; field": 1}),
+    json.dumps(OLD)[:-1] + ', "copy_gbps": 1e999}',
+    *(
+        json.dumps(OLD | {name: value})
+        for names, values in {
+            "expert_copy_ms draft_token_ms target_layer_ms": [None],
+            "expert_copy_ms draft_token_ms target_layer_ms plain_layer_ms": [
+                5e-324,
+                1e308,
+                -1,
+                "1",
+            ],
+            "copy_gbps read_gbps disk_gbps": [0, 1e-7, 1e7, 5e-324, True],
+            "acceptance": [1e300, 5, -0.1, 1e-300, "a; b", True, []],
+            "miss_ratio": [5e-324, 1e308, -1, False, {}],
+            "verify_rows": [1001, -1, 2.0, True, 10**400],
+            "target_layer_ms": [10**400, -(10**400), True],
+        }.items()
+        for name in names.split()
+        for value in values
+    ),
+]
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=lambda text: text[-60:])
+def test_a_damaged_profile_is_none_and_said_once(text, tmp_path, caplog):
+    path = tmp_path / "p.json"
+    path.write_text(text, encoding="utf-8")
+    with caplog.at_level(logging.WARNING, "spmoe_lite"):
+        assert load_profile(path) is None and load_profile(path) is None
+    (said,) = caplog.messages
+    assert said.startswith(f"{path} is not used: it ") and said.endswith("; run profile again")
+    assert "\n" not in said and len(said) < len(str(path)) + 200
+    save_profile(path, Profile(1.5, 2.5, 3.5))  # is no obstacle
+    assert load_profile(path) == Profile(1.5, 2.5, 3.5)
+
+
+def put_folder(path: Path):
+    path.mkdir()
+
+
+def put_pipe(path: Path):
+    os.mkfifo(path)
+
+
+def put_link_out(path: Path):
+    outside = path.parent.parent / "outside.json"
+    outside.write_text(json.dumps(OLD))
+    path.symlink_to(outside)
+
+
+def put_dangling_link(path: Path):
+    path.symlink_to(path.parent / "nowhere" / "p.json")
+
+
+def put_loop(path: Path):
+    path.symlink_to(path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="links and pipes of POSIX")
+@pytest.mark.parametrize("put", [put_folder, put_pipe, put_link_out, put_dangling_link, put_loop])
+def test_what_is_no_file_is_neither_read_nor_written(put, tmp_path, caplog):
+    path = tmp_path / "profiles" / "p.json"
+    path.parent.mkdir()
+    put(path)
+    with caplog.at_level(logging.WARNING, "spmoe_lite"):
+        assert load_profile(path) is None and load_profile(path) is None
+    assert len(caplog.messages) == (put is not put_dangling_link)  # that is no file
+    with pytest.raises(SpmoeError, match="cannot write") as refused:
+        save_profile(path, Profile(1, 1, 1))
+    assert str(path) in str(refused.value)
+    assert os.listdir(path.parent) == ["p.json"]
+
+
+def test_a_home_that_takes_no_folder_is_named(tmp_path, caplog):
+    (tmp_path / "profiles").write_text("a file")
+    path = tmp_path / "profiles" / "p.json"
+    assert load_profile(path) is None and str(path) in caplog.text
+    with pytest.raises(SpmoeError, match="cannot create") as refused:
+        save_profile(path, Profile(1, 1, 1))
+    assert str(path.parent) in str(refused.value)
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "p.json"
+    save_profile(path, Profile(1, 1, 1))
+
+    def full(self, data):
+        with open(self, "wb") as file:
+            file.write(data[:5])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(SpmoeError, match="disk full") as refused:
+        save_profile(path, Profile(2, 2, 2))
+    assert str(path) in str(refused.value) and refused.value.exit_code == 4
+    assert load_profile(path) == Profile(1, 1, 1) and os.listdir(tmp_path) == ["p.json"]

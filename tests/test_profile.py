@@ -1,19 +1,23 @@
 """Profiles: what is measured, kept and used; the model of a step's time by hand-made figures."""
 
 import json
+import os
 import threading
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from spmoe_lite import cli, cutoff, ramtier, terminal
 from spmoe_lite import profile as profiles
-from spmoe_lite import ramtier
 from spmoe_lite.converters import convert
 from spmoe_lite.cutoff import Profile, load_profile, save_profile
 from spmoe_lite.engine import Engine
-from spmoe_lite.errors import Cancelled, UsageError
+from spmoe_lite.errors import Cancelled, SpmoeError, UsageError
 from spmoe_lite.loading import profile_path
-from spmoe_lite.profile import profile
+from spmoe_lite.profile import measure, profile
+from spmoe_lite.progress import Progress
 from tests import tiny
 from tests.eager_graphs import capture, without_gpu
 
@@ -61,8 +65,10 @@ def test_captured_passes_are_timed_as_they_run(packs, options, monkeypatch, tmp_
         assert engine.generate([0, 5, 6], max_tokens=4).result.token_ids == first
 
 
-def test_passes_are_as_short_as_the_context(packs):
-    with Engine.load(*packs, device="cpu", slots=6, ctx_size=2, draft_tokens=31) as engine:
+def test_passes_are_as_short_as_the_context(packs, tmp_path):
+    with Engine.load(
+        *packs, device="cpu", slots=6, ctx_size=2, draft_tokens=31, home=tmp_path
+    ) as engine:
         measured = profile(engine)
         assert measured.verify_rows == 1 and measured.acceptance is None
 
@@ -117,6 +123,167 @@ def test_what_older_versions_kept_is_read_and_what_is_no_figure_is_not(tmp_path)
     whole = Profile(1.0, 2.0, 3.0, 0.5, 5, 50.0, 49.0, 0.8, 0.6, 1.5)
     save_profile(path, whole)
     assert load_profile(path) == whole
+
+
+# --- a poorer profile, and one that cannot be kept
+
+
+WHOLE = Profile(1.0, 2.0, 3.0, 0.5, 5, 50.0, None, 0.8, 0.6, 1.5)
+
+
+@pytest.mark.parametrize("options", [{"draft_tokens": 0}, {"ctx_size": 2}, {"captured": True}])
+def test_what_a_run_does_not_measure_is_kept(packs, options, tmp_path, monkeypatch):
+    monkeypatch.setattr(profiles, "_disk_gbps", lambda engine: None)
+    captured = {"draft_tokens": 0} if options.pop("captured", False) else {}
+    with Engine.load(
+        *packs, device="cpu", slots=24, home=tmp_path, prefetch=False, **options | captured
+    ) as engine:
+        save_profile(engine.profile_path, WHOLE)
+        if captured:
+            without_gpu(monkeypatch)
+            capture(engine)
+        kept = profile(engine)
+        assert load_profile(engine.profile_path) == engine.decoder.drift.profile == kept
+        for name in ("target_layer_ms", "verify_rows", "acceptance", "miss_ratio", "disk_gbps"):
+            assert getattr(kept, name) == getattr(WHOLE, name)
+        for name in ("expert_copy_ms", "plain_layer_ms", "copy_gbps"):
+            assert getattr(kept, name) != getattr(WHOLE, name)
+        assert (kept.draft_token_ms == WHOLE.draft_token_ms) == bool(captured)
+
+
+def test_what_is_measured_replaces_what_was_kept(packs, tmp_path):
+    with Engine.load(*packs, device="cpu", slots=6, draft_tokens=2, home=tmp_path) as engine:
+        save_profile(engine.profile_path, WHOLE)
+        kept, old = profile(engine).to_dict(), WHOLE.to_dict()
+        assert {name for name in kept if kept[name] == old[name]} == {"read_gbps"}
+        assert kept["verify_rows"] == 3
+
+
+@pytest.mark.parametrize("made_since", [0, 1])
+def test_nothing_is_kept_of_packs_made_since(packs, made_since, tmp_path):
+    with Engine.load(*packs, device="cpu", slots=24, draft_tokens=0, home=tmp_path) as engine:
+        save_profile(engine.profile_path, WHOLE)
+        before = (packs[made_since] / "manifest.json").stat().st_mtime - 1
+        os.utime(engine.profile_path, (before, before))
+        kept = profile(engine)
+        assert kept.verify_rows == 1 and kept.acceptance is None and kept.miss_ratio is None
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_measuring(packs, tmp_path, monkeypatch):
+    with Engine.load(*packs, device="cpu", slots=6, home=tmp_path) as engine:
+        engine.profile_path.mkdir(parents=True)
+        monkeypatch.setattr(profiles, "_answers", lambda *_: pytest.fail("measured"))
+        with pytest.raises(SpmoeError, match="cannot write"):
+            profile(engine)
+        engine.profile_path.rmdir()
+
+        def refused(self, *_):
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(Path, "touch", refused)
+        with pytest.raises(SpmoeError, match="check permissions") as said:
+            measure(engine)
+        assert str(engine.profile_path) in str(said.value)
+
+
+# --- the command
+
+
+def spmoe(*args):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([str(arg) for arg in args])
+    return stop.value.code
+
+
+@pytest.fixture
+def home(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("SPMOE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def quick(monkeypatch, measured=WHOLE):
+    """Nothing is measured: the command alone is tested."""
+    monkeypatch.setattr(profiles, "measure", lambda engine, cancel, on_progress: measured)
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_figures_are_shown_even_if_they_cannot_be_kept(packs, flags, home, monkeypatch, capsys):
+    def full(self, data):
+        raise OSError(28, "No space left on device")
+
+    quick(monkeypatch)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    target, draft = packs
+    assert spmoe("profile", target, "--draft", draft, "--slots", 6, *flags) == 4
+    out, err = capsys.readouterr()
+    if flags:
+        assert json.loads(out) == WHOLE.to_dict()
+    else:
+        assert "draft tokens accepted" in out and "a layer, 5 tokens at once" in out
+    path = profile_path(["target", draft.stem], torch.device("cpu"), home)
+    last = err.splitlines()[-1]
+    assert "disk full" in last and str(path) in last and "kept in" not in err
+    assert os.listdir(path.parent) == []
+
+
+def test_what_is_kept_from_before_is_named_not_shown(packs, home, monkeypatch, capsys):
+    target, draft = packs
+    save_profile(profile_path(["target", draft.stem], torch.device("cpu"), home), WHOLE)
+    alone = replace(WHOLE, verify_rows=1, target_layer_ms=0.5, acceptance=None)
+    quick(monkeypatch, alone)
+    assert spmoe("profile", target, "--draft", draft, "--slots", 6, "--draft-tokens", 0) == 0
+    out, err = capsys.readouterr()
+    assert "a layer, one token " in out and "at once" not in out and "accepted" not in out
+    assert "as kept before: target_layer_ms, verify_rows, acceptance\n" in err
+    assert err.splitlines()[-1].startswith("kept in ")
+
+
+EXTREMES = [
+    Profile(0.0, 0.0, 0.0, 0.0, 0, 1e-6, None, 0.0, 0.0, 1e-6),
+    Profile(0.0, 0.0, 0.0, 0.0, 5, 1e6, None, 1.0, 1e-9, 1e6),
+    Profile(1e-9, 1e-9, 1e-9, 1e-9, 2, 1e6, None, 1.0, 1e-9, 1e6),
+    Profile(1e9, 1e9, 1e9, 1e9, 1000, 1e-6, None, 1e-9, 1e5, 1e-6),
+    Profile(1e-9, 1e9, 1e-9, 1e9, 2, 1e-6, None, 1.0, 1e5, 1e6),
+    Profile(1e9, 1e-9, 1e9, 1e-9, 1000, 1e6, None, 0.0, 1e-9, 1e-6),
+]
+
+
+@pytest.mark.parametrize("kept", EXTREMES)
+def test_whatever_is_accepted_can_be_planned_and_run_with(packs, kept, home, capsys):
+    target, draft = packs
+    save_profile(profile_path(["target", draft.stem], torch.device("cpu"), home), kept)
+    pair = [target, "--draft", draft, "--slots", 6]
+    assert spmoe("plan", *pair) == 0
+    assert spmoe("plan", *pair, "--json") == 0
+    assert spmoe("run", *pair, "-p", "hello", "-n", 8) == 0
+    assert "bug" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"expert_copy_ms": 1' + "0" * 400 + "}"])
+def test_a_damaged_file_is_a_line_of_every_command(packs, text, home, monkeypatch, capsys):
+    target, draft = packs
+    pair = [target, "--draft", draft, "--slots", 6]
+    path = profile_path(["target", draft.stem], torch.device("cpu"), home)
+    path.parent.mkdir()
+    quick(monkeypatch)
+    for command in (["plan", *pair], ["run", *pair, "-p", "hello", "-n", 2], ["profile", *pair]):
+        path.write_text(text)
+        cutoff._warn_once.cache_clear()  # each a process of its own
+        assert spmoe(*command) == 0
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if str(path) in line][:1]
+        assert "is not used" in line and line.endswith("; run profile again")
+    assert load_profile(path) == WHOLE
+
+
+def test_a_rate_below_one_is_not_shown():
+    progress = Progress("profile", 1, 4, "measurements")
+    assert terminal.describe(progress, 0.1) == "profile 1 of 4 measurements, 30 s left"
+    assert terminal.describe(progress, 0.5) == "profile 1 of 4 measurements, 6 s left"
+    assert (
+        terminal.describe(progress, 2.0)
+        == "profile 1 of 4 measurements, 2 measurements/s, 2 s left"
+    )
 
 
 @pytest.mark.gpu
