@@ -35,12 +35,12 @@ REQUIRED = ("expert_copy_ms", "draft_token_ms", "target_layer_ms")
 MAX_FILE_BYTES = 64 << 10
 
 # What a kept profile may say, least and most. 0 is allowed beside where it means that a thing is not
-# known or takes no time; nothing nearer to it is, since times and shares are divided by.
+# known or takes no time; nothing nearer to it is where it is divided by.
 BOUNDS = {
     "_ms": (1e-9, 1e9),
     "_gbps": (1e-6, 1e6),
     "verify_rows": (1, 1000),
-    "acceptance": (1e-9, 1.0),
+    "acceptance": (0.0, 1.0),
     "miss_ratio": (1e-9, 1e5),  # with one expert absent: as many as there are
 }
 

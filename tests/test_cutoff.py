@@ -16,6 +16,7 @@ from spmoe_lite.cutoff import (
     save_profile,
 )
 from spmoe_lite.errors import SpmoeError
+from spmoe_lite.speed import acceptance
 
 OLD = {"expert_copy_ms": 1.0, "draft_token_ms": 2.0, "target_layer_ms": 3.0}
 
@@ -76,6 +77,7 @@ def test_what_is_at_the_bounds_is_read(tmp_path):
     path = tmp_path / "p.json"
     for profile in (
         Profile(0, 0.0, 0.0, 0.0, 0, acceptance=0.0, miss_ratio=0),
+        Profile(1, 1, 1, acceptance=acceptance(0.0, 4)),  # nothing accepted: by bisection, not 0
         Profile(1e-9, 1e9, 1, 1e-9, 1000, 1e-6, 1e6, 1, 1e5, 1.0),
     ):
         save_profile(path, profile)
@@ -104,7 +106,7 @@ DAMAGED = [
                 "1",
             ],
             "copy_gbps read_gbps disk_gbps": [0, 1e-7, 1e7, 5e-324, True],
-            "acceptance": [1e300, 5, -0.1, 1e-300, "a; b", True, []],
+            "acceptance": [1e300, 5, -0.1, "a; b", True, []],
             "miss_ratio": [5e-324, 1e308, -1, False, {}],
             "verify_rows": [1001, -1, 2.0, True, 10**400],
             "target_layer_ms": [10**400, -(10**400), True],

@@ -243,7 +243,7 @@ EXTREMES = [
     Profile(0.0, 0.0, 0.0, 0.0, 0, 1e-6, None, 0.0, 0.0, 1e-6),
     Profile(0.0, 0.0, 0.0, 0.0, 5, 1e6, None, 1.0, 1e-9, 1e6),
     Profile(1e-9, 1e-9, 1e-9, 1e-9, 2, 1e6, None, 1.0, 1e-9, 1e6),
-    Profile(1e9, 1e9, 1e9, 1e9, 1000, 1e-6, None, 1e-9, 1e5, 1e-6),
+    Profile(1e9, 1e9, 1e9, 1e9, 1000, 1e-6, None, 5e-324, 1e5, 1e-6),
     Profile(1e-9, 1e9, 1e-9, 1e9, 2, 1e-6, None, 1.0, 1e5, 1e6),
     Profile(1e9, 1e-9, 1e9, 1e-9, 1000, 1e6, None, 0.0, 1e-9, 1e-6),
 ]
