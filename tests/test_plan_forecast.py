@@ -43,8 +43,9 @@ def packs(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def no_card(monkeypatch):
+def no_card_and_no_profile(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("SPMOE_HOME", str(tmp_path / "home"))
 
 
 def spmoe(*args):
