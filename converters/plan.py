@@ -11,6 +11,7 @@ from pathlib import Path
 from spmoe_lite.config import ModelConfig
 from spmoe_lite.errors import CapacityError
 from spmoe_lite.manifest import Dtypes, dense_entries, expert_layout
+from spmoe_lite.progress import sizes_apart
 
 CONFIRM_BYTES = 10 * 10**9  # above this a person is asked
 SPARE_BYTES = (
@@ -104,10 +105,10 @@ def check_room(plan: ConvertPlan) -> None:
     for volume in plan.volumes:
         needed = volume.needed_bytes + SPARE_BYTES
         if needed > volume.free_bytes:
+            wanted, free = sizes_apart(needed, volume.free_bytes)
             raise CapacityError(
-                f"not enough disk space at {volume.path}: {_size(needed)} needed, "
-                f"{_size(volume.free_bytes)} free; free some, or choose another place with --out "
-                f"or SPMOE_HOME"
+                f"not enough disk space at {volume.path}: {wanted} needed, {free} free; free some, "
+                f"or choose another place with --out or SPMOE_HOME"
             )
 
 

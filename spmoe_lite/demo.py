@@ -54,7 +54,7 @@ from spmoe_lite.errors import (
 from spmoe_lite.files import disk_error, locked
 from spmoe_lite.manifest import MANIFEST, read_manifest
 from spmoe_lite.pack import Pack
-from spmoe_lite.progress import OnProgress, Progress, check
+from spmoe_lite.progress import OnProgress, Progress, check, sizes_apart
 
 log = logging.getLogger("spmoe_lite")
 
@@ -156,9 +156,10 @@ def _check_room(folder: Path, work: Path) -> None:
     needed = NEEDED_BYTES - sum(_tree_bytes(path) for path in (*kept, work))
     free = shutil.disk_usage(there).free
     if needed > free:
+        more, room = sizes_apart(needed, free)
         raise CapacityError(
-            f"the demo needs {needed / 1e9:.1f} GB more, {free / 1e9:.1f} GB are free at {there}; "
-            f"free some, or set SPMOE_HOME to a folder on another disk"
+            f"the demo needs {more} more, {room} are free at {there}; free some, or set SPMOE_HOME "
+            f"to a folder on another disk"
         )
 
 

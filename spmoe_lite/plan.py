@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 from spmoe_lite.config import ModelConfig
 from spmoe_lite.errors import CapacityError, UsageError
 from spmoe_lite.precision import DTYPE_BYTES, scheme_of
-from spmoe_lite.progress import size
+from spmoe_lite.progress import size, sizes_apart
 from spmoe_lite.slots import landing_slots
 from spmoe_lite.speed import Costs, predict
 
@@ -220,9 +220,10 @@ def make_plan(
         free = f"free {size(asked.total - available)} on {device}"
         free += ", or use a smaller model or int4 (repack)"
         cures = " or ".join(_cures(asked, least, budget, available)) or free
+        needed, usable = sizes_apart(asked.total, budget)
         raise CapacityError(
-            f"{size(asked.total)} are needed for {wanted} expert slots, weights, draft and caches, "
-            f"{size(budget)} may be used: {cures}"
+            f"{needed} are needed for {wanted} expert slots, weights, draft and caches, "
+            f"{usable} may be used: {cures}"
         )
     chosen = wanted
     if slots is None and target.config.is_moe:

@@ -32,14 +32,23 @@ def check(cancel: threading.Event | None) -> None:
         raise Cancelled("cancelled")
 
 
-def size(count: float) -> str:
-    """Bytes for people: `93.4 GB` (powers of ten, as disks and buses are sold)."""
+def size(count: float, more: int = 0) -> str:
+    """Bytes for people: `93.4 GB` (powers of ten, as disks and buses are sold); `more` decimals beyond that."""
     units = ["bytes", "kB", "MB", "GB", "TB"]
     power = 0
     while abs(count) >= 999.5 and power < len(units) - 1:
         count /= 1000
         power += 1
-    return f"{count:.{1 if power and count < 100 else 0}f} {units[power]}"
+    decimals = more + (count < 100) if power else 0
+    return f"{count:.{decimals}f} {units[power]}"
+
+
+def sizes_apart(one: int, other: int) -> tuple[str, str]:
+    """`size` of two that are compared, with as many digits more as it takes to read which is larger."""
+    more = 0
+    while one != other and size(one, more) == size(other, more) and more < 12:
+        more += 1
+    return size(one, more), size(other, more)
 
 
 def digits(value: float, count: int = 3) -> str:

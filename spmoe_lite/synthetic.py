@@ -53,7 +53,7 @@ from spmoe_lite.pack import TORCH_DTYPES, Weight, view_weight
 from spmoe_lite.pack_writer import PackWriter
 from spmoe_lite.plan import DEFAULT_CONTEXT
 from spmoe_lite.precision import Scheme, scheme_of
-from spmoe_lite.progress import OnProgress, Progress, check, size
+from spmoe_lite.progress import OnProgress, Progress, check, size, sizes_apart
 from spmoe_lite.quant import QuantizedMatrix
 from spmoe_lite.sampling import Sampler
 from spmoe_lite.verifier import Verdict
@@ -229,9 +229,10 @@ def write_pair(
     """Write both packs into `folder` and return their paths. CapacityError where the disk is too small."""
     free = shutil.disk_usage(folder).free
     if pair.disk_bytes > free:
+        needed, there = sizes_apart(pair.disk_bytes, free)
         raise CapacityError(
-            f"the synthetic pair takes {size(pair.disk_bytes)}, {size(free)} are free "
-            f"at {folder}: give another --folder, or fewer --layers"
+            f"the synthetic pair takes {needed}, {there} are free at {folder}: give another "
+            f"--folder, or fewer --layers"
         )
     done = 0
 

@@ -10,6 +10,7 @@ from spmoe_lite.config import ModelConfig, Rope
 from spmoe_lite.errors import CapacityError, UsageError
 from spmoe_lite.manifest import Dtypes
 from spmoe_lite.plan import ModelSize, make_plan, parse_size, ram_places
+from spmoe_lite.progress import sizes_apart
 from spmoe_lite.speed import Costs
 
 
@@ -146,6 +147,35 @@ def changes_of(advice, whole):
         if "use --kv-type int8" in words:
             change["kv_type"] = "int8"
     return change
+
+
+def test_a_refusal_names_two_sizes_that_can_be_told_apart():
+    target = model(2, 8, 3)
+    needed = plan_of(target, slots=8).total_bytes
+    for less in (1, 30_000):
+        with pytest.raises(CapacityError) as refused:
+            plan_of(target, slots=8, budget=needed - less)
+        found = re.findall(r"([0-9.]+) MB (?:are needed|may be used)", str(refused.value))
+        assert float(found[0]) > float(found[1])
+
+
+@pytest.mark.parametrize(
+    "sizes, said",
+    [
+        ((1_240_000, 1_160_000), ("1.24 MB", "1.16 MB")),
+        ((24_000_000_001, 24_000_000_000), ("24.000000001 GB", "24.000000000 GB")),
+        ((2_000_000, 1_000), ("2.0 MB", "1.0 kB")),
+        ((123_400_000, 123_000_000), ("123.4 MB", "123.0 MB")),
+        ((7, 7), ("7 bytes", "7 bytes")),
+        ((999, 998), ("999 bytes", "998 bytes")),
+        (
+            (10**30 + 1, 10**30),
+            ("1" + "0" * 18 + "." + "0" * 12 + " TB",) * 2,
+        ),  # told apart by no float
+    ],
+)
+def test_sizes_that_are_compared_have_the_digits_it_takes(sizes, said):
+    assert sizes_apart(*sizes) == said
 
 
 def test_changes_are_given_together_where_none_is_enough():
