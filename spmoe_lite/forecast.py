@@ -33,7 +33,7 @@ from spmoe_lite.loading import (
     profile_path,
 )
 from spmoe_lite.pack import Pack
-from spmoe_lite.plan import ModelSize, Plan, parse_size, plan_pair, ram_places
+from spmoe_lite.plan import UNPRICED, ModelSize, Plan, parse_size, plan_pair, ram_places
 from spmoe_lite.precision import scheme_of
 from spmoe_lite.predictor import ExpertPredictor
 from spmoe_lite.progress import digits, size
@@ -175,10 +175,9 @@ def forecast(
         _check_vocabulary(packs)
         machine = _Machine(place, imagined, packs, pin, home, disk)
         sizes = machine.sizes
-        costs = machine.costs(link, memory, acceptance, drafts)
         available = NOT_HERE if imagined else available_bytes(place)
 
-        def plan(with_draft: bool) -> Plan:
+        def plan(with_draft: bool, costs: Costs) -> Plan:
             return plan_pair(
                 sizes[0],
                 sizes[1] if with_draft else None,
@@ -195,8 +194,10 @@ def forecast(
                 costs=costs,
             )
 
-        whole = plan(len(packs) > 1)
-        return _priced(sizes, whole, plan(False), drafts, costs, machine)
+        plan(len(packs) > 1, UNPRICED)  # what cannot fit is refused before anything is timed
+        costs = machine.costs(link, memory, acceptance, drafts)
+        whole, plain = plan(len(packs) > 1, costs), plan(False, costs)
+        return _priced(sizes, whole, plain, drafts, costs, machine)
     finally:
         for pack in packs:
             pack.close()
@@ -269,7 +270,7 @@ class _Machine:
     ) -> Costs:
         target, *drafts = self.sizes
         if not target.config.is_moe:
-            return Costs(1e9, {})
+            return UNPRICED
         known, rates = self._profile, {}
         if self.name == "cpu" and memory is None:
             draft = drafts[0] if drafts else None

@@ -32,6 +32,7 @@ DEFAULT_CONTEXT = 8192
 RUNTIME_BYTES = 400_000_000  # of a GPU: kernels' code, captured steps (docs/log.md)
 ROUNDING = 0.05  # of dense weights: what the allocator rounds up
 KV_TYPES = ("auto", "int8")  # of KV caches; auto is the float of the model's activations
+UNPRICED = Costs(1e9, {})  # where only bytes matter
 DEQUANTISED = 8  # bytes a weight that the CPU dequantises for one product; measured: 6.3
 _UNITS = {"": 1, "B": 1, "K": 1e3, "M": 1e6, "G": 1e9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 

@@ -113,6 +113,18 @@ def test_a_refusal_is_that_of_loading_and_its_advice_works(packs):
     assert forecast(*packs, device="cpu", vram=vram, slots=12).plan.slots == 12
 
 
+def test_what_cannot_fit_is_refused_before_anything_is_timed(packs, monkeypatch):
+    def fail(*args, **given):
+        raise AssertionError("timed")
+
+    monkeypatch.setattr(cputime, "pass_ms", fail)
+    with pytest.raises(AssertionError, match="timed"):
+        forecast(*packs, device="cpu", vram="20MB")
+    for pair in (packs, packs[:1]):
+        with pytest.raises(CapacityError, match="may be used"):
+            forecast(*pair, device="cpu", vram="1MB")
+
+
 def test_a_pair_that_cannot_be_loaded_is_refused(packs, tmp_path):
     other = tiny.tiny_pack(tmp_path, kind="mistral", tokenizer="byte-fallback")
     with pytest.raises(UnsupportedError):
