@@ -43,11 +43,13 @@ import torch
 
 from spmoe_lite import __version__, library
 from spmoe_lite.config import ModelConfig, SamplingParams
+from spmoe_lite.decoder import PREFILL_CHUNK
+from spmoe_lite.device import available_bytes, choose_device
 from spmoe_lite.engine import Engine
 from spmoe_lite.errors import Cancelled, CapacityError, SpmoeError, UsageError
 from spmoe_lite.loading import DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS
 from spmoe_lite.manifest import read_manifest
-from spmoe_lite.plan import MIN_SLOTS, Plan, parse_size
+from spmoe_lite.plan import MIN_SLOTS, UNPRICED, Plan, parse_size, plan_pair
 from spmoe_lite.policies import (
     HostDriven,
     NextLayer,
@@ -64,7 +66,7 @@ from spmoe_lite.progress import OnProgress, Progress, check
 from spmoe_lite.prompts import PROMPTS
 from spmoe_lite.slab import DeviceSlab, HostSlab, make_slab
 from spmoe_lite.stats import Counters, RunStats
-from spmoe_lite.synthetic import ForcedAcceptance
+from spmoe_lite.synthetic import ForcedAcceptance, Pair
 from spmoe_lite.timeline import RecordedSlab, Timeline, record, record_captured
 from spmoe_lite.trace import check_link
 
@@ -272,6 +274,28 @@ def check_how(copy_path: str, link: float | None, acceptance: float | None) -> N
         raise UsageError(f"--link {link:g}: not with --copy-path legacy")
     if acceptance is not None:
         ForcedAcceptance(acceptance)
+
+
+def check_fit(
+    pair: Pair, first: Setting, *, device: str, ctx_size: int | None, kv_type: str
+) -> None:
+    """CapacityError where the first row would not fit, from shapes alone: a pair need not be written for it."""
+    place = choose_device(device)
+    plan_pair(
+        pair.target_size,
+        None,  # the first row drafts nothing
+        name=pair.names[0],
+        device=str(place),
+        available=available_bytes(place),
+        vram=first.vram,
+        slots=first.slots,
+        ctx_size=ctx_size,
+        draft_tokens=0,
+        chunk=PREFILL_CHUNK,
+        kv_type=kv_type,
+        pinned="none",
+        costs=UNPRICED,
+    )
 
 
 def bench(

@@ -330,7 +330,16 @@ def bench_packs(
     answers. Hits are by unique expert and by access, as in `replay`. STALL is the share of that time in
     which the target waited for experts.
     """
-    from spmoe_lite.bench import POLICIES, USUAL, bench, check_how, machine, plan_rows, summary
+    from spmoe_lite.bench import (
+        POLICIES,
+        USUAL,
+        bench,
+        check_fit,
+        check_how,
+        machine,
+        plan_rows,
+        summary,
+    )
     from spmoe_lite.chart import draw
     from spmoe_lite.files import write_whole
     from spmoe_lite.prompts import PROMPTS, parse_prompts
@@ -362,9 +371,10 @@ def bench_packs(
         pair = Pair.of(synthetic, layers=layers, experts=experts or "int4")
         count = pair.target.num_hidden_layers * pair.target.num_local_experts
         amounts = given["slots"], given["draft_tokens"]
-        plan_rows(policies, *amounts, count, True, given["vram"])  # before it is written
+        rows = plan_rows(policies, *amounts, count, True, given["vram"])  # before it is written
         check_how(given["copy_path"], given["link"], given["acceptance"])
         pair.check_prompts(texts, given["ctx_size"])
+        check_fit(pair, rows[0], **{key: given[key] for key in ("device", "ctx_size", "kv_type")})
     if threads is not None:
         import torch
 

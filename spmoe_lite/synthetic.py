@@ -33,7 +33,7 @@ import shutil
 import tempfile
 import threading
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -51,7 +51,7 @@ from spmoe_lite.files import LOCK, PARTIAL, locked, naming
 from spmoe_lite.manifest import Dtypes, dense_shapes, expert_layout
 from spmoe_lite.pack import TORCH_DTYPES, Weight, view_weight
 from spmoe_lite.pack_writer import PackWriter
-from spmoe_lite.plan import DEFAULT_CONTEXT
+from spmoe_lite.plan import DEFAULT_CONTEXT, ModelSize
 from spmoe_lite.precision import Scheme, scheme_of
 from spmoe_lite.progress import OnProgress, Progress, check, size, sizes_apart
 from spmoe_lite.quant import QuantizedMatrix
@@ -171,7 +171,14 @@ class Pair:
     def disk_bytes(self) -> int:
         """Of both packs, links counted once; but for headers and tokenizers."""
         experts = self.expert_bytes // self.target.num_hidden_layers * self.distinct
-        return experts + sum(_dense_bytes(c, self.dtypes) for c in (self.target, self.draft))
+        models = self.target, self.draft
+        return experts + sum(_dense_sizes(c, self.dtypes).total() for c in models)
+
+    @property
+    def target_size(self) -> ModelSize:
+        """What the memory plan will read in the target's headers."""
+        dense = _dense_sizes(self.target, self.dtypes)
+        return ModelSize(self.target, self.dtypes, dense, _stride(self.target, self.dtypes))
 
     def __str__(self) -> str:
         c = self.target
@@ -390,8 +397,13 @@ def _stride(config: ModelConfig, dtypes: Dtypes) -> int:
     return expert_layout(dtypes.experts, config.hidden_size, config.intermediate_size).stride
 
 
-def _dense_bytes(config: ModelConfig, dtypes: Dtypes) -> int:
-    return sum(tensor.size for tensor in m.dense_entries(config, dtypes).values())
+def _dense_sizes(config: ModelConfig, dtypes: Dtypes) -> Counter[str]:
+    """Bytes of dense tensors by dtype."""
+    sizes = Counter[str]()
+    for name, shape in dense_shapes(config).items():
+        parts = m.stored_as(name, dtypes.of(name), shape)
+        sizes[dtypes.of(name)] += sum(part.size for _, part in parts)
+    return sizes
 
 
 def _bytes(weight: Weight) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spmoe_lite import bench as b
-from spmoe_lite import cli, library, prompts
+from spmoe_lite import cli, library, prompts, synthetic
 from spmoe_lite.errors import Cancelled, CapacityError, DamagedError, UsageError
 from spmoe_lite.stats import Counters, RunStats
 from tests.tiny import tiny_pack
@@ -470,6 +470,34 @@ def test_a_synthetic_pair_is_written_measured_drawn_and_deleted(tmp_path, capsys
 def test_what_is_wrong_is_said_before_a_synthetic_pair_is_written(tmp_path, capsys, given, said):
     assert spmoe("bench", "--synthetic", "tiny", "--folder", str(tmp_path), *given) == 2
     assert said in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [["--vram", "1MB"], ["--vram", "1MB,1GB"], ["--vram", "2MB", "--slots", "32", "-c", "256"]],
+)
+def test_a_synthetic_pair_that_will_not_fit_is_not_written(tmp_path, monkeypatch, capsys, given):
+    def fail(*args, **how):
+        raise AssertionError("written")
+
+    monkeypatch.setattr(synthetic, "write_pair", fail)
+    folder = tmp_path / "cache"
+    args = ["bench", "--synthetic", "tiny", "--device", "cpu", "--folder", str(folder), *given]
+    assert spmoe(*args) == 4
+    out, err = capsys.readouterr()
+    assert not out and "may be used: " in err and len(err.splitlines()) == 1
+    assert not folder.exists()
+
+
+def test_a_synthetic_pair_is_refused_as_if_it_were_written(tmp_path):
+    pair = synthetic.Pair.of("tiny")
+    target, _ = synthetic.write_pair(pair, tmp_path)
+    how = {"device": "cpu", "ctx_size": 256, "kv_type": "int8"}
+    with pytest.raises(CapacityError) as refused:
+        b.check_fit(pair, b.Setting("on-demand", 20, 0, "2MB"), **how)
+    with pytest.raises(CapacityError, match=f"^{re.escape(str(refused.value))}$"):
+        b.bench(target, slots=[20], vram="2MB", **how)
+    b.check_fit(pair, b.Setting("on-demand", 20, 0, "20MB"), **how)
 
 
 def test_a_prompt_without_room_is_named(packs, tmp_path, capsys):

@@ -13,6 +13,7 @@ from spmoe_lite.config import SamplingParams
 from spmoe_lite.errors import Cancelled, CapacityError, UsageError
 from spmoe_lite.hostmap import HostMap
 from spmoe_lite.pack import Pack
+from spmoe_lite.plan import ModelSize
 from spmoe_lite.precision import matrix_bytes, scheme_of
 from spmoe_lite.sampling import Sampler
 from spmoe_lite.synthetic import ForcedAcceptance, Pair
@@ -54,6 +55,14 @@ def test_weights_have_the_size_that_is_asked_for(dtype):
     assert synthetic._bytes(again) == matrix_bytes(dtype, 512, 1024)
     other = again if scheme_of(dtype) is None else again.dequantize()
     assert not torch.equal(values, other)
+
+
+@pytest.mark.parametrize("experts", ["fp32", "int4"])
+def test_sizes_are_known_before_a_pair_is_written(packs, tmp_path, experts):
+    pair = Pair.of("tiny", experts=experts)
+    path = packs[0] if experts == "fp32" else synthetic.write_pair(pair, tmp_path)[0]
+    with Pack.open(path) as pack:
+        assert pair.target_size == ModelSize.of(pack)
 
 
 def test_layers_beyond_the_distinct_ones_are_the_same_files(tmp_path, monkeypatch):
