@@ -109,10 +109,11 @@ def list_packs(as_json: bool) -> None:
 @debug_option
 def rm(names: tuple[str, ...]) -> None:
     """Delete packs, unfinished ones too."""
-    from spmoe_lite.library import packs, remove
+    from spmoe_lite.library import packs, removable, remove
 
     sizes = {p.name: p.size_bytes for p in packs()}
-    for name in names:
+    found = {removable(name)[0].resolve(): name for name in names}  # all, before the first goes
+    for name in found.values():
         remove(name)
         freed = f" ({size(sizes[name])})" if name in sizes else ""
         note(f"deleted {name}{freed}")

@@ -153,10 +153,9 @@ def _size_and_date(path: Path) -> tuple[int, float]:
 def remove(name: str | Path, home: str | Path | None = None) -> None:
     """Delete a pack by name or path, its unfinished conversion too.
 
-    Raises `NotFoundError` if there is neither, `UsageError` for a folder that is not a pack,
-    `BusyError` while a conversion is writing it.
+    Raises what `removable` does, and `BusyError` while a conversion is writing it.
     """
-    for path in _to_remove(name, _home(home)):
+    for path in removable(name, home):
         if path.name.endswith(PARTIAL):
             with locked(path):
                 pass
@@ -165,8 +164,12 @@ def remove(name: str | Path, home: str | Path | None = None) -> None:
             shutil.rmtree(path)
 
 
-def _to_remove(name: str | Path, folder: Path) -> list[Path]:
-    plain = str(name).removesuffix(m.SUFFIX)
+def removable(name: str | Path, home: str | Path | None = None) -> list[Path]:
+    """The folders that `remove` would delete: a pack, its unfinished conversion.
+
+    Raises `NotFoundError` if there is neither, `UsageError` for a folder that is not a pack.
+    """
+    folder, plain = _home(home), str(name).removesuffix(m.SUFFIX)
     if _is_name(plain):
         path = folder / (plain + m.SUFFIX)
         found = [path, _beside(path, PARTIAL), _beside(path, m.OLD)]

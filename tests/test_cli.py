@@ -188,7 +188,7 @@ def test_every_error_class_is_one_line_and_its_code(monkeypatch, capsys, error):
     def fail(*args, **given):
         raise error("x.spmoe: 3 bytes of 4;\n  type: this")
 
-    monkeypatch.setattr(library, "remove", fail)
+    monkeypatch.setattr(library, "removable", fail)
     assert spmoe("rm", "x") == error.exit_code
     assert seen(capsys) == ("", ["spmoe-lite: x.spmoe: 3 bytes of 4; type: this"])
 
@@ -217,7 +217,7 @@ def test_an_unforeseen_error_is_one_line_too(monkeypatch, capsys, error, code, l
     def fail(*args, **given):
         raise error
 
-    monkeypatch.setattr(library, "remove", fail)
+    monkeypatch.setattr(library, "removable", fail)
     assert spmoe("rm", "x") == code
     out, err = seen(capsys)
     assert out == "" and len(err) == 1
@@ -238,7 +238,7 @@ def test_ctrl_c_is_130_without_a_traceback(monkeypatch, capsys):
     def fail(*args, **given):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(library, "remove", fail)
+    monkeypatch.setattr(library, "removable", fail)
     assert spmoe("rm", "x") == 130
     assert seen(capsys)[1][-1] == "interrupted"
 
@@ -891,6 +891,24 @@ def test_repack_and_rm(tiny, capsys, tmp_path, monkeypatch):
     assert seen(capsys)[1][-1].startswith("deleted copy (")
     assert not (tmp_path / "home" / "copy.spmoe").exists()
     assert spmoe("rm", "copy") == 3
+
+
+def test_rm_knows_every_name_before_it_deletes_one(tiny, typed, capsys, tmp_path, monkeypatch):
+    import shutil
+
+    for name in ("a", "b"):
+        shutil.copytree(tiny / "tiny.spmoe", tmp_path / f"{name}.spmoe")
+    (tmp_path / "photos").mkdir()
+    monkeypatch.setenv("SPMOE_HOME", str(tmp_path))
+    there = sorted(tmp_path.rglob("*"))
+    for wrong, code in (("c", 3), (str(tmp_path / "photos"), 2)):
+        assert spmoe("rm", "a", "b", wrong) == code
+        out, err = seen(capsys)
+        assert out == "" and len(err) == 1 and wrong in err[0]
+        assert sorted(tmp_path.rglob("*")) == there
+    assert spmoe("rm", "a", "a", str(tmp_path / "a.spmoe"), "b") == 0  # named twice, gone once
+    assert len(seen(capsys)[1]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["photos"]
 
 
 def test_a_damaged_pack_is_6(tiny, typed, capsys, tmp_path):
