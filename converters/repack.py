@@ -59,7 +59,7 @@ from spmoe_lite.converters.recipe import (
 )
 from spmoe_lite.converters.source import Checkpoint, Piece, Source, SourceTensor, TensorFiles
 from spmoe_lite.errors import Cancelled, DamagedError, SpmoeError, UnsupportedError, UsageError
-from spmoe_lite.files import PARTIAL, naming, open_listed
+from spmoe_lite.files import AGAIN, PARTIAL, making, naming, open_listed
 from spmoe_lite.manifest import (
     DENSE,
     FORMAT,
@@ -87,6 +87,7 @@ from spmoe_lite.tokenizer import Tokenizer
 
 log = logging.getLogger("spmoe_lite")
 
+RESUMES = f"{AGAIN}: it goes on where it stopped"
 QUANTISED = {"int8": Scheme(8, 64), "int4": Scheme(4, 64, zeros=True)}  # without --group
 
 
@@ -134,12 +135,13 @@ def convert(
     with contextlib.closing(opened):
         path = _target(out, short if name is None else name, home)
         check_target(path, force=True)  # what is no pack is refused before anything is fetched
-        if repo is None:
-            if low_disk:
-                log.warning("--low-disk has no effect: nothing is downloaded")
-            return _convert_local(opened, path, asked, confirm)
-        assert isinstance(opened, PackedCheckpoint)
-        return _convert_hub(opened, repo, path, asked, confirm, low_disk)
+        with making(f"the pack {path.name.removesuffix(SUFFIX)}", RESUMES):
+            if repo is None:
+                if low_disk:
+                    log.warning("--low-disk has no effect: nothing is downloaded")
+                return _convert_local(opened, path, asked, confirm)
+            assert isinstance(opened, PackedCheckpoint)
+            return _convert_hub(opened, repo, path, asked, confirm, low_disk)
 
 
 def _open(
@@ -395,7 +397,7 @@ def repack(
         plan = _plan(model, path, asked, {})
         check_room(plan)
         pack.verify(on_progress, cancel)
-    with contextlib.closing(model.source):
+    with contextlib.closing(model.source), making(f"the repacked {pack.name}", RESUMES):
         _write(model, path, asked)
     return ConvertResult(path, False, plan)
 

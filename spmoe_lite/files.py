@@ -24,6 +24,7 @@ PARTIAL = ".partial"  # behind the name of what is not finished: a file, or a co
 LOCK = ".lock"
 
 log = logging.getLogger("spmoe_lite")
+AGAIN = "free some space and run the same command again"
 _DISK_FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
 
@@ -102,14 +103,29 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+class DiskFull(CapacityError):
+    """A write for which the disk has no room; `making` says what it was a part of."""
+
+    def __init__(self, fact: str, what: str = "", remedy: str = AGAIN):
+        unfinished = f"{what} is not finished, " if what else ""
+        super().__init__(f"disk full: {unfinished}{fact}; {remedy}")
+        self.fact = fact
+
+
+@contextlib.contextmanager
+def making(what: str, remedy: str) -> Iterator[None]:
+    """A full disk's message names what was being made, and its own remedy; the outermost has the word."""
+    try:
+        yield
+    except DiskFull as error:
+        raise DiskFull(error.fact, what, remedy) from error
+
+
 def disk_error(error: OSError, path: Path | str, verb: str) -> SpmoeError:
     """What the operating system said about `path`, as one line with the remedy."""
     text = error.strerror or type(error).__name__
     if error.errno in _DISK_FULL:
-        return CapacityError(
-            f"disk full: cannot {verb} {path} ({text}); free some space and run the same command "
-            f"again; a conversion goes on where it stopped"
-        )
+        return DiskFull(f"cannot {verb} {path} ({text})")
     if error.errno == errno.EFBIG:
         return CapacityError(
             f"cannot {verb} {path} ({text}): no file of this size is allowed there; "

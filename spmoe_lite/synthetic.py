@@ -47,7 +47,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from spmoe_lite import manifest as m
 from spmoe_lite.config import ModelConfig, Rope
 from spmoe_lite.errors import BusyError, CapacityError, UsageError
-from spmoe_lite.files import LOCK, PARTIAL, locked, naming
+from spmoe_lite.files import LOCK, PARTIAL, locked, making, naming
 from spmoe_lite.manifest import Dtypes, dense_shapes, expert_layout
 from spmoe_lite.pack import TORCH_DTYPES, Weight, view_weight
 from spmoe_lite.pack_writer import PackWriter
@@ -214,7 +214,9 @@ def temporary_pair(
                 shutil.rmtree(left, ignore_errors=True)
         there = tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder, ignore_cleanup_errors=True)
     with there as work, locked(Path(work)):
-        yield write_pair(pair, Path(work), cancel=cancel, on_progress=on_progress)
+        with making("the synthetic pair", "give another --folder, or fewer --layers"):
+            paths = write_pair(pair, Path(work), cancel=cancel, on_progress=on_progress)
+        yield paths
 
 
 def _is_left(path: Path) -> bool:

