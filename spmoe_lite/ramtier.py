@@ -9,9 +9,8 @@ experts that have a place alone, the one whose last use by an accepted token is 
 recency of the slot table); what leaves a slot older than that is not kept. One pool serves all layers.
 Why so, against other rules: docs/cache.md.
 
-An expert is read in parts by several threads, a demand's before a prefetch's, and each part is sent on as
-it arrives: disk and bus work at the same time. Where the pack is larger than RAM the reads pass by the page
-cache (O_DIRECT, or the pages are given back), which would hold every byte a second time.
+An expert is read in parts (`diskreads.py`), and each part is sent on as it arrives: disk and bus work at the
+same time.
 
 A place is written to only after what was begun there has ended: reads of a fill that was given up, copies
 to a slot, a copy from one. A place counts as filled when all its bytes are there, or ordered by the device
@@ -28,7 +27,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +35,7 @@ import torch
 
 from spmoe_lite.cudart import Cuda, Refused, release
 from spmoe_lite.device import available_bytes
+from spmoe_lite.diskreads import LOOK_SECONDS, MOST_PART, READERS, DiskReads, Read
 from spmoe_lite.progress import OnProgress, Progress, check, size
 from spmoe_lite.slots import ExpertKey
 from spmoe_lite.stats import Counters
@@ -45,14 +44,10 @@ if TYPE_CHECKING:
     from spmoe_lite.pack import Pack
     from spmoe_lite.slab import DeviceSlab, HostSlab, Piece
 
-READERS = 8  # threads that wait for the disk
-LEAST_PART, MOST_PART = 1 << 20, 4 << 20  # bytes of one read
 AHEAD_BYTES = READERS * MOST_PART  # begun before they are asked for, so that no reader is idle
 COPY_BYTES = 16 << 20  # of a copy that can wait
 CHUNK_BYTES = 256 << 20  # page-locked at once
-BLOCK = 4096  # what O_DIRECT wants everything to be a multiple of
 SPARE = 3  # places of experts that have a slot too: a copy to one does not wait for one from it
-LOOK_SECONDS = 0.1  # between two looks at `go_on` while a read is waited for
 
 log = logging.getLogger("spmoe_lite")
 
@@ -206,7 +201,7 @@ class RamTier:
         self._rows: list[np.ndarray] = []  # uint8 [stride] of each place
         self._buffers: list[np.ndarray] = []  # what they are rows of
         self._registered: list[int] = []  # where each locked buffer begins, or one about to be
-        self._reads = _Reads(pack, bypass)
+        self._reads = DiskReads(pack, bypass)
         self._owned = self._reads, driver, self._registered, self._buffers
         weakref.finalize(
             self, _release, *self._owned
@@ -219,12 +214,9 @@ class RamTier:
         self._lock = threading.RLock()  # see `ExpertStore`
         self._saved = threading.Condition(self._lock)
         self._places = Places(len(self._rows), last_used)
-        self._reading: dict[ExpertKey, _Read] = {}
-        self._last_read: list[_Read | None] = [None] * len(self._rows)  # of each place
+        self._reading: dict[ExpertKey, Read] = {}
+        self._last_read: list[Read | None] = [None] * len(self._rows)  # of each place
         self._last_copy: list[Any] = [None] * len(self._rows)  # its event, None, or _UNKNOWN
-        part = -(-stride // READERS // BLOCK) * BLOCK
-        part = max(LEAST_PART, min(MOST_PART, part))
-        self._parts = [(start, min(part, stride - start)) for start in range(0, stride, part)]
         self._copies = [
             (start, min(COPY_BYTES, stride - start)) for start in range(0, stride, COPY_BYTES)
         ]
@@ -338,19 +330,25 @@ class RamTier:
                 del self._rows[-len(self._buffers.pop()) // self._stride :]
             raise
 
-    def _start(self, key: ExpertKey, holder: ExpertKey | None, urgent: bool) -> _Read | None:
+    def _start(self, key: ExpertKey, holder: ExpertKey | None, urgent: bool) -> Read | None:
         """Give an expert that has none a place and begin to read it. Under the lock."""
         place = self._places.take(key, holder)
         if place is None:
             return None
-        before = self._last_read[place], self._last_copy[place], self._slab
-        read = _Read(key, place, urgent, self._parts, self._rows[place], before)
+        before, copied = self._last_read[place], self._end_of(self._last_copy[place])
+        read = Read(key, urgent, self._reads.parts, self._rows[place], before, copied)
         self._reading[key] = self._last_read[place] = read
         self._reads.start(read)
         return read
 
+    def _end_of(self, copy: Any) -> Callable[[], object] | None:
+        """What waits for a copy; nothing of it leads to the tier, or its reads would keep it."""
+        if copy is None:
+            return None
+        return self._slab.drain if copy is _UNKNOWN else copy.synchronize
+
     def _pieces(
-        self, place: int, read: _Read | None, go_on: Callable[[], object], urgent: bool
+        self, place: int, read: Read | None, go_on: Callable[[], object], urgent: bool
     ) -> Iterator[Piece]:
         """What is to be copied from a place, as it comes."""
         address = self._rows[place].ctypes.data
@@ -359,7 +357,7 @@ class RamTier:
                 go_on()
                 yield start, address + start, count
             return
-        for number, (start, count) in enumerate(self._parts):
+        for number, (start, count) in enumerate(read.parts):
             go_on()
             self._reads.wait(read, number, go_on)
             with self._lock:
@@ -368,7 +366,7 @@ class RamTier:
 
     def _hold(
         self, key: ExpertKey, go_on: Callable[[], object], urgent: bool
-    ) -> tuple[int | None, _Read | None]:
+    ) -> tuple[int | None, Read | None]:
         """A place of an expert, held for its fill, and the read that is still filling it.
 
         (None, None) if there is no place to be had. One that another thread is saving from its slot is
@@ -379,7 +377,7 @@ class RamTier:
                 place, read = self._places.place(key), self._reading.get(key)
                 if place is None:
                     read = self._start(key, key, urgent)
-                    return (None if read is None else read.place), read
+                    return self._places.place(key), read
                 if read is not None or self._places.is_filled(key):
                     self._places.held[key] = key
                     return place, read
@@ -427,185 +425,6 @@ class RamTier:
 _UNKNOWN = object()  # in place of the event of a copy that an interrupt has taken
 
 
-class _Read:
-    """An expert on its way from the disk to its place."""
-
-    def __init__(
-        self,
-        key: ExpertKey,
-        place: int,
-        urgent: bool,
-        parts: Sequence[tuple[int, int]],
-        out: np.ndarray,
-        before: tuple[_Read | None, Any, HostSlab | DeviceSlab],
-    ):
-        """before: the read, the copy and the slab whose end the first byte waits for."""
-        self.key = key
-        self.place = place
-        self.urgent = urgent
-        self.parts = parts
-        self.out = out
-        self.before: tuple[_Read | None, Any, HostSlab | DeviceSlab] | None = before
-        self.begun = 0  # parts
-        self.running = 0
-        self.done: set[int] = set()
-        self.error: BaseException | None = None
-
-
-class _Reads:
-    """The threads that read, and what they are to read: demands first, then in the order asked for."""
-
-    def __init__(self, pack: Pack, bypass: bool):
-        self._disk = _Disk(pack, bypass)
-        self._lock = threading.RLock()  # see `ExpertStore`
-        self._changed = threading.Condition(self._lock)
-        self._queue: list[_Read] = []  # reads of which parts are not begun
-        self._threads = ThreadPoolExecutor(READERS, "spmoe-disk")
-
-    def start(self, read: _Read) -> None:
-        with self._lock:
-            ahead = sum(other.urgent for other in self._queue) if read.urgent else len(self._queue)
-            self._queue.insert(ahead, read)
-        for _ in read.parts[:READERS]:
-            self._threads.submit(self._work)
-
-    def wait(self, read: _Read, part: int, go_on: Callable[[], object]) -> None:
-        """Return when a part has been read; raise what reading it raised."""
-        while True:
-            with self._lock:
-                if part in read.done:
-                    return
-                if read.error is None:
-                    self._changed.wait(LOOK_SECONDS)
-                elif part not in read.done:
-                    error, read.error = read.error, None
-                    try:
-                        raise error
-                    finally:
-                        del error  # or it and its traceback would hold each other
-            go_on()
-
-    def give_up(self, read: _Read) -> None:
-        """No further part is begun."""
-        with self._lock:
-            if read in self._queue:
-                self._queue.remove(read)
-
-    def wait_over(self, read: _Read | None) -> None:
-        """Return when no thread writes to the place of a read that was given up or has ended."""
-        while read is not None:
-            with self._lock:
-                while read.running:
-                    self._changed.wait()
-            read = read.before[0] if read.before is not None else None  # it has waited for nobody
-
-    def close(self) -> None:
-        with self._lock:
-            self._queue.clear()
-        with suppress(RuntimeError):  # one of the threads itself let go last
-            self._threads.shutdown(cancel_futures=True)
-        self._disk.close()
-
-    def _work(self) -> None:
-        """Read parts until there are none: whoever began a read may have been kept from asking for all."""
-        while self._read_part():
-            pass
-
-    def _read_part(self) -> bool:
-        """Read the next part; False if there is none."""
-        with self._lock:
-            if not self._queue:
-                return False
-            read = self._queue[0]
-            part, before = read.begun, read.before
-            read.begun += 1
-            read.running += 1
-            if read.begun == len(read.parts):
-                self._queue.pop(0)
-        error = None
-        try:
-            if before is not None:
-                self._await(*before)
-                read.before = None
-            start, count = read.parts[part]
-            self._disk.read(*read.key, read.out[start : start + count], start)
-        except BaseException as failed:
-            error = failed
-        with self._lock:
-            read.running -= 1
-            if error is None:
-                read.done.add(part)
-            else:
-                read.error = error
-                if read in self._queue:
-                    self._queue.remove(read)
-            error = None
-            self._changed.notify_all()
-        return True
-
-    def _await(self, read: _Read | None, copy: Any, slab: HostSlab | DeviceSlab) -> None:
-        """Until nobody writes to a place or copies from it."""
-        self.wait_over(read)
-        if copy is _UNKNOWN:
-            slab.drain()
-        elif copy is not None:
-            copy.synchronize()
-
-
-class _Disk:
-    """Reads of experts, by the page cache or past it."""
-
-    def __init__(self, pack: Pack, bypass: bool):
-        self._pack = pack
-        self._bypass = bypass
-        self._lock = threading.Lock()
-        self._direct: dict[int, int | None] = {}  # layer -> its file, open for direct reads
-
-    def read(self, layer: int, expert: int, out: np.ndarray, offset: int) -> None:
-        """As `Pack.read_expert`."""
-        if not self._bypass:
-            self._pack.read_expert(layer, expert, out, offset)
-            return
-        file, start = self._pack.expert_file(layer)
-        start += expert * self._pack.expert_layout.stride + offset  # type: ignore[union-attr]
-        if not self._read_direct(layer, file, start, out):
-            self._pack.read_expert(layer, expert, out, offset)
-            if hasattr(os, "posix_fadvise"):
-                with suppress(OSError):
-                    os.posix_fadvise(file, start, len(out), os.POSIX_FADV_DONTNEED)
-
-    def close(self) -> None:
-        with self._lock:
-            for file in self._direct.values():
-                if file is not None:
-                    os.close(file)
-            self._direct.clear()
-
-    def _read_direct(self, layer: int, file: int, start: int, out: np.ndarray) -> bool:
-        """Whether all of it could be read that way; else `Pack.read_expert` reads it, or says why not."""
-        if (start | len(out) | out.ctypes.data) % BLOCK:
-            return False
-        with self._lock:
-            if layer not in self._direct:
-                self._direct[layer] = _open_direct(file)
-            direct = self._direct[layer]
-        if direct is None:
-            return False
-        try:
-            return os.preadv(direct, [out.data], start) == len(out)
-        except OSError:
-            return False
-
-
-def _open_direct(file: int) -> int | None:
-    """The same file once more, for reads past the page cache; None where there is no such thing."""
-    if not hasattr(os, "O_DIRECT"):
-        return None
-    with suppress(OSError):
-        return os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    return None
-
-
 def _memory(count: int) -> np.ndarray:
     """uint8 [count], zero, from a page on; in huge pages where the system has them to give."""
     available = available_bytes(torch.device("cpu"))
@@ -625,7 +444,7 @@ def _memory(count: int) -> np.ndarray:
 
 
 def _release(
-    reads: _Reads, driver: Cuda | None, registered: list[int], buffers: list[np.ndarray]
+    reads: DiskReads, driver: Cuda | None, registered: list[int], buffers: list[np.ndarray]
 ) -> None:
     """Let the reads end, then the device, take the locks off, and let the memory go."""
     reads.close()

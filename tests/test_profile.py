@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmoe_lite import cli, cutoff, ramtier, terminal
+from spmoe_lite import cli, cutoff, diskreads, ramtier, terminal
 from spmoe_lite import profile as profiles
 from spmoe_lite.converters import convert
 from spmoe_lite.cutoff import Profile, load_profile, save_profile
@@ -81,13 +81,13 @@ def test_without_a_draft_the_link_and_the_layers_are_measured(packs):
 
 
 def test_the_disk_is_read_as_the_ram_tier_reads_it(packs, monkeypatch):
-    reads, read = [], ramtier._Disk.read
+    reads, read = [], diskreads._Disk.read
 
     def watched(self, layer, expert, out, offset):
         reads.append((self._bypass, layer, expert))
         read(self, layer, expert, out, offset)
 
-    monkeypatch.setattr(ramtier._Disk, "read", watched)
+    monkeypatch.setattr(diskreads._Disk, "read", watched)
     monkeypatch.setattr(profiles, "DISK_BYTES", 1 << 16)
     with Engine.load(packs[0], device="cpu", slots=6) as engine:
         count = max(2, min(24, (1 << 16) // engine.plan.slot_bytes))

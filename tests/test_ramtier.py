@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from spmoe_lite import ramtier, slab
+from spmoe_lite import diskreads, ramtier, slab
 from spmoe_lite.config import SamplingParams
 from spmoe_lite.converters import convert
 from spmoe_lite.cudart import Refused
@@ -41,6 +41,7 @@ from tests.test_store import Gap
 CPU = torch.device("cpu")
 LAYERS, EXPERTS = 3, 8
 KEYS = [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]
+MINE = ("/spmoe_lite/ramtier.py", "/spmoe_lite/diskreads.py")
 
 
 # --- the rule ----------------------------------------------------------------------------------
@@ -208,7 +209,7 @@ def pack(path):
 @pytest.fixture
 def parts(monkeypatch):
     """Experts of 64 or 128 KiB in parts of a tenth or so, copies that can wait in halves."""
-    monkeypatch.setattr(ramtier, "LEAST_PART", 8192)
+    monkeypatch.setattr(diskreads, "LEAST_PART", 8192)
     monkeypatch.setattr(ramtier, "COPY_BYTES", 40_000)
     monkeypatch.setattr(slab, "PIECE", 40_000)
 
@@ -382,7 +383,8 @@ def test_an_expert_wanted_while_it_is_saved_is_copied_after_that(pack, monkeypat
 def test_one_thread_saves_an_expert_in_any_gap_of_the_other_that_wants_it(
     pack, parts, monkeypatch, ahead, wanted_first
 ):
-    monkeypatch.setattr(ramtier, "LOOK_SECONDS", 0.001)
+    for module in (ramtier, diskreads):
+        monkeypatch.setattr(module, "LOOK_SECONDS", 0.001)
     wanted, evictor, gap, number = (0, 0), (0, 1), None, 0
     while gap is None or gap.left <= 0:
         gpu = LazyGpu(monkeypatch)
@@ -439,52 +441,6 @@ def test_where_vram_and_ram_hold_the_pack_nothing_is_read_twice(pack, monkeypatc
 
 
 # --- the disk ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bypass", [False, True])
-@pytest.mark.parametrize("refuses", ["nothing", "open", "read", "short"])
-def test_reads_past_the_page_cache_and_every_way_back(pack, parts, monkeypatch, bypass, refuses):
-    opened, advised, preadv = [], [], os.preadv
-    if not hasattr(os, "O_DIRECT"):
-        pytest.skip("no direct reads here")
-
-    def opening(file, flags, *rest):
-        opened.append(flags)
-        if refuses == "open":
-            raise OSError(22, "Invalid argument")
-        return os_open(file, flags & ~os.O_DIRECT, *rest)  # any file system will do
-
-    def reading(file, buffers, offset):
-        if opened and file in direct:
-            if refuses == "read":
-                raise OSError(22, "Invalid argument")
-            if refuses == "short":
-                return preadv(file, [buffers[0][:4096]], offset)
-        return preadv(file, buffers, offset)
-
-    os_open, direct = os.open, set()
-
-    def noting(file):
-        found = real_open_direct(file)
-        if found is not None:
-            direct.add(found)
-        return found
-
-    real_open_direct = ramtier._open_direct
-    monkeypatch.setattr(ramtier, "_open_direct", noting)
-    monkeypatch.setattr(os, "open", opening)
-    monkeypatch.setattr(os, "preadv", reading)
-    monkeypatch.setattr(os, "posix_fadvise", lambda *a: advised.append(a))
-    store = make_store(pack, 2, 3, bypass=bypass)
-    run = Run(pack, store)
-    run.one([[[0, 1], [2, 3]]] * LAYERS)
-    run.check_places()
-    assert bool(opened) == bypass
-    assert bool(advised) == (bypass and refuses != "nothing")
-    store.tier.close()
-    for file in direct:
-        with pytest.raises(OSError):
-            os.fstat(file)
 
 
 def test_kind_i_o27_experts_are_read_in_large_pieces_by_several_threads(pack, parts, monkeypatch):
@@ -587,7 +543,7 @@ def test_cancel_takes_effect_while_a_read_is_waited_for(pack, parts, monkeypatch
 
 def test_a_read_given_up_before_it_began_hides_no_writer(pack, parts, monkeypatch):
     """The one before it still writes to the place, which goes to a third."""
-    monkeypatch.setattr(ramtier, "READERS", 2)
+    monkeypatch.setattr(diskreads, "READERS", 2)
     store = make_store(pack, 6, 2, bypass=False)
     tier, run, read, begun = store.tier, Run(pack, store), pack.read_expert, set()
     slow = {(0, 0): threading.Event(), (0, 1): threading.Event()}
@@ -619,8 +575,8 @@ def test_a_read_given_up_before_it_began_hides_no_writer(pack, parts, monkeypatc
 
 def test_kind_l_o36_ctrl_c_while_a_read_begins_holds_up_no_other(pack, parts, monkeypatch):
     """A demand's parts were read first, by the threads that a prefetch had asked for."""
-    monkeypatch.setattr(ramtier, "READERS", 1)
-    monkeypatch.setattr(ramtier, "MOST_PART", 8192)
+    monkeypatch.setattr(diskreads, "READERS", 1)
+    monkeypatch.setattr(diskreads, "MOST_PART", 8192)
     store = make_store(pack, 6, 4, bypass=False)
     tier, read, go_on, seen, looks = store.tier, pack.read_expert, threading.Event(), [], []
 
@@ -660,8 +616,8 @@ def test_kind_l_o36_ctrl_c_while_a_read_begins_holds_up_no_other(pack, parts, mo
 def test_a_demand_overtakes_a_prefetch_and_a_late_one_is_dropped(pack, parts, monkeypatch, places):
     """In the order of pieces, on the way from the disk and, without a tier, into the slot."""
     monkeypatch.setattr(slab, "RING_BYTES", 8192)
-    monkeypatch.setattr(ramtier, "READERS", 2)
-    monkeypatch.setattr(ramtier, "MOST_PART", 8192)
+    monkeypatch.setattr(diskreads, "READERS", 2)
+    monkeypatch.setattr(diskreads, "MOST_PART", 8192)
     LazyGpu(monkeypatch, eagerness=1.0)
     store = make_store(pack, 6, places, lazy=True, bypass=False)
     if not places:
@@ -812,7 +768,7 @@ def test_kind_l_o36_ctrl_c_while_it_is_made_leaves_nothing_locked(pack, monkeypa
     budget = 5 * pack.expert_layout.stride
     while True:
         driver, tier, moment = WritableDriver(), None, moment + 1
-        with Interrupt(moment, ("/spmoe_lite/ramtier.py",)) as strike:
+        with Interrupt(moment, MINE) as strike:
             tier = RamTier(pack, made, budget, {}, Counters(), CPU, bypass=True, driver=driver)
             tier.close()
         if tier is not None:
@@ -828,7 +784,7 @@ def test_kind_l_o36_ctrl_c_while_it_is_made_leaves_nothing_locked(pack, monkeypa
 @pytest.mark.parametrize("slots, places", [(2, 2), (6, 5)])
 def test_kind_l_o36_ctrl_c_at_any_moment_of_a_pass_spoils_no_byte(pack, monkeypatch, slots, places):
     ids = [[[0, 1], [5, 2]], [[4, 3]], [[0, 1]]]
-    files = ("spmoe_lite/ramtier.py", "spmoe_lite/slab.py", "spmoe_lite/store.py")
+    files = (*MINE, "/spmoe_lite/slab.py", "/spmoe_lite/store.py")
 
     def interrupted(moment):
         gpu = LazyGpu(monkeypatch)
@@ -854,14 +810,15 @@ def test_kind_l_o36_ctrl_c_at_any_moment_of_a_pass_spoils_no_byte(pack, monkeypa
 
 def test_kind_l_o36_ctrl_c_at_any_moment_of_a_fill_makes_nobody_wait(pack, monkeypatch):
     """What it was saving the other thread may have at once; `settle` need not come first."""
-    monkeypatch.setattr(ramtier, "LOOK_SECONDS", 0.001)
+    for module in (ramtier, diskreads):
+        monkeypatch.setattr(module, "LOOK_SECONDS", 0.001)
     victim, moment, strike = (0, 0), 0, None
     while strike is None or strike.struck:
         store, moment, looks = make_store(pack, 6, 4, bypass=False), moment + 1, []
         tier, run = store.tier, Run(pack, store)
         assert tier.fill(victim, 0, None, lambda: None, urgent=True)
         tier._places.drop(victim)
-        with Interrupt(moment, ("/spmoe_lite/ramtier.py",)) as strike:
+        with Interrupt(moment, MINE) as strike:
             tier.fill((1, 1), 0, victim, lambda: None, urgent=True)
 
         def patience(looks=looks, strike=strike):
@@ -876,8 +833,9 @@ def test_kind_l_o36_ctrl_c_at_any_moment_of_a_fill_makes_nobody_wait(pack, monke
 
 
 def test_kind_l_o36_ctrl_c_while_reads_are_given_up_lets_none_go_on(pack, parts, monkeypatch):
-    monkeypatch.setattr(ramtier, "READERS", 1)
-    monkeypatch.setattr(ramtier, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(diskreads, "READERS", 1)
+    for module in (ramtier, diskreads):
+        monkeypatch.setattr(module, "LOOK_SECONDS", 0.001)
     read, go_on, moment, strike = pack.read_expert, threading.Event(), 0, None
 
     def held_up(*args):
@@ -894,7 +852,7 @@ def test_kind_l_o36_ctrl_c_while_reads_are_given_up_lets_none_go_on(pack, parts,
             if len(looks) == 2:
                 raise LookupError
 
-        with Interrupt(moment, ("/spmoe_lite/ramtier.py",)) as strike:
+        with Interrupt(moment, MINE) as strike:
             store.tier.read_ahead([(1, 2)])
             with suppress(LookupError):
                 store.tier.fill((1, 1), 0, None, late, urgent=True)
@@ -954,7 +912,7 @@ def packs(tmp_path_factory):
 @pytest.fixture
 def tiered(monkeypatch):
     """Engines on the CPU with a tier of as many experts as `pin` has bytes."""
-    monkeypatch.setattr(ramtier, "LEAST_PART", 8192)
+    monkeypatch.setattr(diskreads, "LEAST_PART", 8192)
     monkeypatch.setattr(Loader, "_pinned", lambda self, pin, pack: pin * pack.expert_layout.stride)
     return lambda *a, places, **kw: Engine.load(*a, device="cpu", pin=places, **kw)
 
