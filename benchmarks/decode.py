@@ -25,6 +25,7 @@ import torch
 
 from benchmarks.kernel_data import DEVICE, layout
 from spmoe_lite import synthetic, timing
+from spmoe_lite.cutoff import Profile, copies_allowed
 from spmoe_lite.graphs import StepGraphs
 from spmoe_lite.kernels.residency import Tables
 from spmoe_lite.kvcache import KVCache
@@ -36,6 +37,7 @@ from spmoe_lite.slots import SlotTable
 HIDDEN, INNER, VOCAB, EXPERTS, CHOICES = 4096, 14336, 32000, 8, 2
 CODES, HEAD = "int4-g64z", "int8-g64"
 CONTEXT, CAPACITY = 1024, 4096
+BUS = 51.0e6  # bytes per ms at which kernels read host memory (benchmarks/kernels.py)
 WARM = 12  # steps before those that count: the slots fill, LRU settles
 
 
@@ -94,6 +96,7 @@ class Pair:
                 for i in range(layers)
             ]
         )
+        self.copy_ms = self.layout.stride / BUS
         self.bytes = {
             "target at T=1": dense_bytes(self.target) + layers * CHOICES * self.layout.stride,
             "draft": dense_bytes(self.draft),
@@ -219,12 +222,15 @@ def run(
     known = bool(traces)
     draw = random.Random(1)
     tokens = [draw.randrange(VOCAB) for _ in range(CONTEXT)]
-    rows, position = [], CONTEXT
+    rows, position, draft_ms = [], CONTEXT, 2.0
     for i in range(WARM + steps):
         if told is not None:
             told.tell(traces[i])
         begun = time.perf_counter()
-        found = graphs.step(tokens, count, cutoff, None, None)
+        start = graphs.layers_ahead / pair.layers
+        allowed = copies_allowed(Profile(pair.copy_ms, draft_ms, 0.0), graphs.most, start)
+        found = graphs.step(tokens, count, cutoff, allowed, None, None)
+        draft_ms = found.draft_ms / max(count, 1)
         taken = 0
         while taken < count and draw.random() < accept:
             taken += 1
@@ -269,7 +275,7 @@ def run_ahead(graphs: StepGraphs, count: int, steps: int) -> dict:
     tokens = [draw.randrange(VOCAB) for _ in range(CONTEXT)]
     wall, busy, begun = [], [], time.perf_counter()
     for i in range(WARM + steps):
-        found = graphs.step(tokens, count, 0, None, None, i < WARM + steps - 1)
+        found = graphs.step(tokens, count, 0, [0] * graphs.most, None, None, i < WARM + steps - 1)
         begun, before = time.perf_counter(), begun
         wall.append((begun - before) * 1e3)
         busy.append(found.draft_ms + found.verify_ms)
@@ -298,7 +304,7 @@ def main() -> None:
     parser.add_argument("--slots", default="128,64")
     parser.add_argument("--draft-tokens", type=int, default=4)
     parser.add_argument("--acceptance", type=float, default=0.9)
-    parser.add_argument("--cutoffs", default="1,2")
+    parser.add_argument("--cutoffs", default="8")
     parser.add_argument("--distinct", type=int, default=24)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--skip", default="", help="parts to leave out: resident, slots")
@@ -351,10 +357,10 @@ def main() -> None:
                         pair, graphs, drafts, cutoff, args.acceptance, args.steps, traces[drafts],
                         told if predictor is told else None,
                     )  # fmt: skip
-                    bus = row["step_bytes"] / 51.0e6
+                    bus = row["step_bytes"] / BUS
                     row["bus_floor_ms"] = bus
                     row["over_bus_floor"] = row["mean"]["wall"] / bus
-                    fit = row["mean"]["draft"] * 51.0e6 / pair.layout.stride
+                    fit = row["mean"]["draft"] * BUS / pair.layout.stride
                     row["hidden_share"] = row["mean"]["useful"] / fit  # of what fits in drafting
                     how = f"{name} predictor, cutoff {cutoff}" if name else "no copies ahead"
                     show(f"slots {slots} T={drafts + 1}, {how}", row)

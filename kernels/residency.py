@@ -2,16 +2,16 @@
 
 All state is in `Tables`, on the device, so that a captured pass needs no answer from the host. For
 each layer `src` says where every expert is read now: its slot, or its bytes in host memory, which
-the device can read. Bit 0 of an address in host memory says that `fetch` is copying it.
+the device can read. Bit 0 of an address in host memory says that it is staged for `fetch`.
 
     route    before a layer's experts: union of the chosen ones in rising order; for each one that
              lies in host memory take the layer's next victim, and say in `use` that the expert kernel
              is to read host memory and write what it read into that slot
     credit   after the pass, for the rows that were accepted: the expert's last use is their position
-    stage    after a draft token: of what its states point at, give the absent experts the slots of
-             their layers' next victims
+    stage    in a draft pass: of what its states point at, give absent experts the slots of their
+             layers' next victims; only as many as can be copied before they are needed
     fetch    copy what one `stage` chose, in the order of the layers; publish each expert when it is
-             there; give up what is late
+             there; give up what has not begun when drafting is over
 
 The victim is the least recently used expert of the same layer outside the union, and for `stage`
 outside all that this step's drafts have pointed at; empty slots come first, equal ages by id. Where
@@ -20,8 +20,9 @@ Eviction is safe without a lock: whoever reads a slot was launched on the same s
 next readers come after.
 
 `fetch` runs on a stream of its own, all others on that of the passes. From `stage` on a slot belongs
-to its `fetch`: as long as bit 0 of its expert is set nobody reads the slot or takes it, and only
-`fetch` changes the address. The next step's `credit` waits for it.
+to its `fetch`, and only `fetch` changes the address. The pass waits for it to end: beside kernels that
+read host memory on every processor a copy would hardly move on, its expert would be read once more, and
+its slot would have lost somebody for nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Tables:
     who: torch.Tensor  # [L, Q] int32: the expert in it, EMPTY, or NO_SLOT where a layer has fewer
     age: torch.Tensor  # [L, E] int32: position of the last accepted use, -1 never
     missed: torch.Tensor  # [L, E] int32: 1 if the pass at hand read it from host memory
-    progress: torch.Tensor  # [1] int32: the layer at hand; up to it all predictions are late
+    over: torch.Tensor  # [1] int32: 1 once drafting is over, and nothing more is to be copied ahead
     expected: torch.Tensor  # [L, E] int32: 1 if a draft of this step has pointed at it
     wanted: torch.Tensor  # [K, P, n] int32: what `stage` chose, expert ids
     place: torch.Tensor  # [K, P, n] int32: its slot
@@ -74,7 +75,7 @@ class Tables:
             who=torch.where(slots == 0, NO_SLOT, EMPTY).int(),
             age=zeros(*host.shape) - 1,
             missed=zeros(*host.shape),
-            progress=zeros(1),
+            over=zeros(1),
             expected=zeros(*host.shape),
             wanted=zeros(*ahead),
             place=zeros(*ahead),
@@ -88,8 +89,8 @@ def route(
 ) -> None:
     """experts [T, k] int32 -> fills use [n, 3] int64 (expert, read, write too or 0), -1 where unused.
 
-    n is at least the union. Copies experts to trace [T, k] int32; updates src, who, missed and
-    progress. CPU tensors take the reference.
+    n is at least the union. Copies experts to trace [T, k] int32; updates src, who and missed. Nothing
+    is staged any more. CPU tensors take the reference.
     """
     if experts.is_cuda:
         from .residency_triton import route_triton
@@ -113,23 +114,28 @@ def credit(tables: Tables, trace: torch.Tensor, rows: torch.Tensor, position: to
 
 
 def stage(
-    tables: Tables, predicted: torch.Tensor, cutoff: torch.Tensor, number: torch.Tensor
+    tables: Tables,
+    predicted: torch.Tensor,
+    cutoff: torch.Tensor,
+    copies: torch.Tensor,
+    number: torch.Tensor,
 ) -> None:
-    """predicted [P, n] int32: give the absent ones of the first `cutoff` [1] layers slots.
+    """predicted [P, n] int32: give the absent ones of the first `cutoff` [1] layers slots, in their order.
 
-    number [1] int32, from 0, is that of the draft token. Runs before the pass that will want them, and
-    after `credit` of the one before. CPU tensors take the reference.
+    number [1] int32, from 0, is that of the draft token; copies [K] int32: how many the step may have
+    staged once it is there. Runs before the pass that will want them, and after `credit` of the one
+    before. CPU tensors take the reference.
     """
     if predicted.is_cuda:
         from .residency_triton import stage_triton
 
-        stage_triton(tables, predicted, cutoff, number)
+        stage_triton(tables, predicted, cutoff, copies, number)
     else:
-        stage_reference(tables, predicted, cutoff, number)
+        stage_reference(tables, predicted, cutoff, copies, number)
 
 
 def fetch(tables: Tables, size: int, number: int, cutoff: int) -> None:
-    """Copy the `size` bytes of what draft token `number` staged, unless its layer has begun."""
+    """Copy the `size` bytes of what draft token `number` staged, each unless drafting is over."""
     if tables.src.is_cuda:
         from .residency_triton import fetch_triton
 
@@ -146,17 +152,15 @@ def route_reference(
     union = sorted(set(experts.flatten().tolist()))
     src, host = tables.src[layer], tables.host[layer]
     tables.missed[layer] = 0
-    tables.progress[0] = layer
     victims = _by_age(tables, layer, outside=union)
     use.fill_(-1)
     for line, expert in enumerate(union):
         read, write = int(src[expert]), 0
-        if read & ~1 == int(host[expert]):
+        if read == int(host[expert]):
             tables.missed[layer, expert] = 1
-            if read & 1 == 0 and victims:
+            if victims:
                 slot = _take(tables, layer, victims.pop(0), expert)
                 src[expert] = write = int(tables.slots[layer, slot])
-            read &= ~1
         use[line] = torch.tensor([expert, read, write])
 
 
@@ -171,20 +175,26 @@ def credit_reference(
 
 
 def stage_reference(
-    tables: Tables, predicted: torch.Tensor, cutoff: torch.Tensor, number: torch.Tensor
+    tables: Tables,
+    predicted: torch.Tensor,
+    cutoff: torch.Tensor,
+    copies: torch.Tensor,
+    number: torch.Tensor,
 ) -> None:
     """The same by torch."""
     wanted, place, state = (t[int(number)] for t in (tables.wanted, tables.place, tables.state))
     state.zero_()
+    left = int(copies[int(number)]) - int((tables.state[: int(number)] != 0).sum())
     for layer, row in enumerate(predicted[: int(cutoff)].tolist()):
         src, host, expected = tables.src[layer], tables.host[layer], tables.expected[layer]
         expected[row] = 1
         victims = _by_age(tables, layer, outside=expected.nonzero().flatten().tolist())
         for j, expert in enumerate(row):
-            if victims and src[expert] == host[expert]:
+            if left > 0 and victims and src[expert] == host[expert]:
                 place[layer, j] = _take(tables, layer, victims.pop(0), expert)
                 wanted[layer, j], state[layer, j] = expert, STAGED
                 src[expert] |= 1
+                left -= 1
 
 
 def fetch_reference(tables: Tables, size: int, number: int, cutoff: int) -> None:
@@ -194,7 +204,7 @@ def fetch_reference(tables: Tables, size: int, number: int, cutoff: int) -> None
             if state != STAGED:
                 continue
             expert, slot = (int(t[number, layer, j]) for t in (tables.wanted, tables.place))
-            late = layer <= int(tables.progress)
+            late = bool(tables.over)
             if late:
                 tables.src[layer, expert] = tables.host[layer, expert]
                 tables.who[layer, slot] = EMPTY
@@ -207,11 +217,11 @@ def fetch_reference(tables: Tables, size: int, number: int, cutoff: int) -> None
 
 def _by_age(tables: Tables, layer: int, outside: list[int]) -> list[int]:
     """Slots of a layer whose expert may go, the first to go first."""
-    age, src = tables.age[layer].tolist(), tables.src[layer].tolist()
+    age = tables.age[layer].tolist()
     able = [
         (-2, slot, slot) if expert == EMPTY else (age[expert], expert, slot)
         for slot, expert in enumerate(tables.who[layer].tolist())
-        if expert == EMPTY or (expert >= 0 and expert not in outside and src[expert] & 1 == 0)
+        if expert == EMPTY or (expert >= 0 and expert not in outside)
     ]
     return [slot for *_, slot in sorted(able)]
 

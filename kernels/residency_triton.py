@@ -25,15 +25,15 @@ _EMPTY, _NO_SLOT = tl.constexpr(EMPTY), tl.constexpr(NO_SLOT)
 _STAGED, _FILLED, _LATE = tl.constexpr(STAGED), tl.constexpr(FILLED), tl.constexpr(LATE)
 _LAST = tl.constexpr(1 << 62)  # beyond every key
 PAIRS = 16  # choices compared at once
-COPY_PROGRAMS = 16  # they fill a PCIe 5 x16 bus; more slow the draft down
-COPY_WARPS = 4
-COPY_WORDS = 4096  # int32 of one program's piece
+# As few programs as fill a PCIe 5 x16 bus, and each with all registers of a processor: what runs beside
+# one that waits for the bus waits with it, and the draft's next kernel with that (docs/log.md).
+COPY_PROGRAMS = 2
+COPY_WARPS = 32
+COPY_WORDS = 65536  # int32 of one program's piece
 
 
 @triton.jit
-def _matched(
-    wants, src_ptr, who_ptr, age_ptr, e, kept, Q: tl.constexpr, BLOCK_Q: tl.constexpr
-):  # fmt: skip
+def _matched(wants, who_ptr, age_ptr, e, kept, Q: tl.constexpr, BLOCK_Q: tl.constexpr):
     """The r-th of those that want a slot, with the slot that has r older ones.
 
     wants [W]; kept [E]: experts that stay -> (who [Q], match [W, Q]).
@@ -41,11 +41,10 @@ def _matched(
     q = tl.arange(0, BLOCK_Q)
     who = tl.load(who_ptr + q, mask=q < Q, other=_NO_SLOT)
     age = tl.load(age_ptr + who, mask=who >= 0, other=-1)
-    copying = tl.load(src_ptr + who, mask=who >= 0, other=0) & 1
     stays = tl.max(((who[:, None] == e[None, :]) & (kept != 0)[None, :]).to(tl.int32), axis=1)
     key = (age.to(tl.int64) + 1) * 65536 + who  # rises with the age of the last use, then the id
     key = tl.where(who == _EMPTY, (q - BLOCK_Q).to(tl.int64), key)
-    key = tl.where((who == _NO_SLOT) | (stays != 0) | (copying != 0), _LAST, key)
+    key = tl.where((who == _NO_SLOT) | (stays != 0), _LAST, key)
     older = tl.sum((key[None, :] < key[:, None]).to(tl.int32), axis=1)
     rank = tl.cumsum(wants.to(tl.int32), axis=0) - 1
     match = wants[:, None] & (key < _LAST)[None, :] & (rank[:, None] == older[None, :])
@@ -71,9 +70,7 @@ def _route_kernel(
     who_ptr,  # [Q] int32
     age_ptr,  # [E] int32
     missed_ptr,  # [E] int32
-    progress_ptr,
     use_ptr,  # [LINES, 3] int64
-    layer,
     NUM_PAIRS: tl.constexpr,
     E: tl.constexpr,
     Q: tl.constexpr,
@@ -95,12 +92,10 @@ def _route_kernel(
         chosen = tl.maximum(chosen, tl.max(same, axis=1))
     src = tl.load(src_ptr + e, mask=e < E, other=0)
     host = tl.load(host_ptr + e, mask=e < E, other=1)
-    absent = (chosen != 0) & ((src & -2) == host)
+    absent = (chosen != 0) & (src == host)
     tl.store(missed_ptr + e, absent.to(tl.int32), mask=e < E)
-    tl.store(progress_ptr, layer)
 
-    wants = absent & (src == host)  # nobody is copying it
-    who, match = _matched(wants, src_ptr, who_ptr, age_ptr, e, chosen, Q, BLOCK_Q)
+    who, match = _matched(absent, who_ptr, age_ptr, e, chosen, Q, BLOCK_Q)
     slot = tl.max(tl.where(match, q[None, :], -1), axis=1)  # of each expert
     comes = tl.max(tl.where(match, e[:, None], -1), axis=0)  # into each slot
     write = tl.load(slots_ptr + slot, mask=slot >= 0, other=0)
@@ -109,9 +104,8 @@ def _route_kernel(
 
     line = tl.cumsum(chosen, axis=0) - 1
     used = (chosen != 0) & (line < LINES)
-    read = tl.where(absent, host, src)
     tl.store(use_ptr + line * 3, e.to(tl.int64), mask=used)
-    tl.store(use_ptr + line * 3 + 1, read, mask=used)
+    tl.store(use_ptr + line * 3 + 1, src, mask=used)
     tl.store(use_ptr + line * 3 + 2, write, mask=used)
     rest = tl.arange(0, BLOCK_L)
     unused = (rest >= tl.sum(chosen, axis=0)) & (rest < LINES)
@@ -149,6 +143,7 @@ def _credit_kernel(
 def _stage_kernel(
     predicted_ptr,  # [P, CHOICES] int32
     cutoff_ptr,
+    copies_ptr,  # [K] int32
     number_ptr,
     src_ptr,  # [L, E] int64
     host_ptr,
@@ -158,50 +153,62 @@ def _stage_kernel(
     wanted_ptr,  # [K, P, CHOICES] int32
     place_ptr,
     state_ptr,
+    P: tl.constexpr,
     E: tl.constexpr,
     Q: tl.constexpr,
     CHOICES: tl.constexpr,
+    BLOCK_S: tl.constexpr,  # K P CHOICES
     BLOCK_C: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
-    layer = tl.program_id(0)
+    number, layers = tl.load(number_ptr), tl.minimum(tl.load(cutoff_ptr), P)
+    row = number * P * CHOICES
+    i = tl.arange(0, BLOCK_S)
+    before = tl.load(state_ptr + i, mask=i < row, other=0)
+    left = tl.load(copies_ptr + number) - tl.sum((before != 0).to(tl.int32), axis=0)
+    pointed = i < layers * CHOICES
+    guess = tl.load(predicted_ptr + i, mask=pointed, other=0)
+    tl.store(
+        expected_ptr + i // CHOICES * E + guess, tl.full((BLOCK_S,), 1, tl.int32), mask=pointed
+    )
+    tl.store(state_ptr + row + i, tl.zeros((BLOCK_S,), tl.int32), mask=i < P * CHOICES)
+    tl.debug_barrier()  # the whole program sees these stores
     j, e, q = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_Q)
-    inside = j < tl.where(layer < tl.load(cutoff_ptr), CHOICES, 0)
-    expert = tl.load(predicted_ptr + layer * CHOICES + j, mask=inside, other=-1)
-    src_ptr += layer * E
-    host_ptr += layer * E
-    who_ptr += layer * Q
-    age_ptr += layer * E
-    expected_ptr += layer * E
-    expected = tl.load(expected_ptr + e, mask=e < E, other=0)
-    expected |= tl.max((expert[None, :] == e[:, None]).to(tl.int32), axis=1)
-    tl.store(expected_ptr + e, expected, mask=e < E)
-    src = tl.load(src_ptr + expert, mask=inside, other=0)
-    absent = inside & (src == tl.load(host_ptr + expert, mask=inside, other=1))
-    who, match = _matched(absent, src_ptr, who_ptr, age_ptr, e, expected, Q, BLOCK_Q)
-    slot = tl.max(tl.where(match, q[None, :], -1), axis=1)
-    comes = tl.max(tl.where(match, expert[:, None], -1), axis=0)
-    _move_in(src_ptr, host_ptr, who_ptr, who, comes, BLOCK_Q)
-    tl.store(src_ptr + expert, src | 1, mask=slot >= 0)
-    at = (tl.load(number_ptr) * tl.num_programs(0) + layer) * CHOICES + j
-    tl.store(wanted_ptr + at, expert, mask=slot >= 0)
-    tl.store(place_ptr + at, slot, mask=slot >= 0)
-    tl.store(state_ptr + at, tl.where(slot >= 0, _STAGED, 0), mask=j < CHOICES)
+    layer = 0
+    while (layer < layers) & (left > 0):
+        expert = tl.load(predicted_ptr + layer * CHOICES + j, mask=j < CHOICES, other=-1)
+        expected = tl.load(expected_ptr + layer * E + e, mask=e < E, other=0)
+        src_row, host_row = src_ptr + layer * E, host_ptr + layer * E
+        who_row = who_ptr + layer * Q
+        src = tl.load(src_row + expert, mask=j < CHOICES, other=0)
+        absent = (src == tl.load(host_row + expert, mask=j < CHOICES, other=1)) & (j < CHOICES)
+        absent &= tl.cumsum(absent.to(tl.int32), axis=0) <= left
+        who, match = _matched(absent, who_row, age_ptr + layer * E, e, expected, Q, BLOCK_Q)
+        slot = tl.max(tl.where(match, q[None, :], -1), axis=1)
+        comes = tl.max(tl.where(match, expert[:, None], -1), axis=0)
+        _move_in(src_row, host_row, who_row, who, comes, BLOCK_Q)
+        tl.store(src_row + expert, src | 1, mask=slot >= 0)
+        at = row + layer * CHOICES + j
+        tl.store(wanted_ptr + at, expert, mask=slot >= 0)
+        tl.store(place_ptr + at, slot, mask=slot >= 0)
+        tl.store(state_ptr + at, tl.full((BLOCK_C,), _STAGED, tl.int32), mask=slot >= 0)
+        left -= tl.sum((slot >= 0).to(tl.int32), axis=0)
+        layer += 1
 
 
-@triton.jit(do_not_specialize=["num_words", "first", "count"])
+@triton.jit(do_not_specialize=["num_quads", "first", "count"])
 def _fetch_kernel(
     src_ptr,  # [L, E] int64
     host_ptr,
     slots_ptr,  # [L, Q] int64
     who_ptr,
-    progress_ptr,
+    over_ptr,
     wanted_ptr,  # [items] int32, as the next three
     place_ptr,
     state_ptr,
     arrived_ptr,
-    num_words,
+    num_quads,  # of an expert: 16 bytes each, so that loads are that wide
     first,
     count,
     E: tl.constexpr,
@@ -210,7 +217,7 @@ def _fetch_kernel(
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    program, w = tl.program_id(0), tl.arange(0, BLOCK)
+    program, w, num_words = tl.program_id(0), tl.arange(0, BLOCK), num_quads * 4
     for i in range(count):
         item = first + i
         if tl.load(state_ptr + item, volatile=True) == _STAGED:
@@ -218,7 +225,7 @@ def _fetch_kernel(
             expert = layer * E + tl.load(wanted_ptr + item)
             slot = layer * Q + tl.load(place_ptr + item)
             address, landing = tl.load(host_ptr + expert), tl.load(slots_ptr + slot)
-            late = (layer <= tl.load(progress_ptr, volatile=True)).to(tl.int32)
+            late = tl.load(over_ptr, volatile=True)
             if late == 0:
                 source = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
                 target = tl.multiple_of(landing.to(tl.pointer_type(tl.int32)), 16)
@@ -246,8 +253,7 @@ def route_triton(
     assert experts.is_contiguous() and use.is_contiguous() and trace.is_contiguous()
     _route_kernel[(1,)](
         experts, trace, tables.src[layer], tables.host[layer],
-        tables.slots[layer], tables.who[layer], tables.age[layer], tables.missed[layer],
-        tables.progress, use, layer,
+        tables.slots[layer], tables.who[layer], tables.age[layer], tables.missed[layer], use,
         NUM_PAIRS=experts.numel(), E=num_experts, Q=num_slots, LINES=len(use),
         BLOCK_P=PAIRS, BLOCK_E=_block(num_experts), BLOCK_Q=_block(num_slots),
         BLOCK_L=_block(len(use)), num_warps=_warps(num_experts), enable_fp_fusion=True,
@@ -269,16 +275,22 @@ def credit_triton(
 
 
 def stage_triton(
-    tables: Tables, predicted: torch.Tensor, cutoff: torch.Tensor, number: torch.Tensor
+    tables: Tables,
+    predicted: torch.Tensor,
+    cutoff: torch.Tensor,
+    copies: torch.Tensor,
+    number: torch.Tensor,
 ) -> None:
     """Launch `stage`."""
     num_experts, num_slots = tables.host.shape[1], tables.slots.shape[1]
+    layers, choices = predicted.shape
     assert predicted.is_contiguous() and predicted.shape == tables.wanted.shape[1:]
-    _stage_kernel[(len(predicted),)](
-        predicted, cutoff, number, tables.src, tables.host, tables.who, tables.age, tables.expected,
-        tables.wanted, tables.place, tables.state,
-        E=num_experts, Q=num_slots, CHOICES=predicted.shape[1],
-        BLOCK_C=_block(predicted.shape[1]), BLOCK_E=_block(num_experts), BLOCK_Q=_block(num_slots),
+    assert len(copies) == len(tables.wanted) and copies.is_contiguous()
+    _stage_kernel[(1,)](
+        predicted, cutoff, copies, number, tables.src, tables.host, tables.who, tables.age,
+        tables.expected, tables.wanted, tables.place, tables.state,
+        P=layers, E=num_experts, Q=num_slots, CHOICES=choices, BLOCK_S=_block(tables.state.numel()),
+        BLOCK_C=_block(choices), BLOCK_E=_block(num_experts), BLOCK_Q=_block(num_slots),
         num_warps=_warps(num_experts), enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -286,9 +298,10 @@ def stage_triton(
 def fetch_triton(tables: Tables, size: int, number: int, cutoff: int) -> None:
     """Launch `fetch`."""
     _, layers, choices = tables.wanted.shape
+    assert size % 16 == 0
     _fetch_kernel[(COPY_PROGRAMS,)](
-        tables.src, tables.host, tables.slots, tables.who, tables.progress, tables.wanted,
-        tables.place, tables.state, tables.arrived, size // 4, number * layers * choices,
+        tables.src, tables.host, tables.slots, tables.who, tables.over, tables.wanted,
+        tables.place, tables.state, tables.arrived, size // 16, number * layers * choices,
         min(cutoff, layers) * choices, E=tables.host.shape[1], Q=tables.slots.shape[1],
         CHOICES=choices, PROGRAMS=COPY_PROGRAMS, BLOCK=COPY_WORDS, num_warps=COPY_WARPS,
         enable_fp_fusion=True,

@@ -4,7 +4,9 @@ SP-MoE (arXiv 2510.10302, cutoff model): prefetch target layers 0 .. L-1 with th
     L k t_IO <= T_draft   (the copies end before drafting does)   and   L k S <= free slots.
 Refined: experts that are resident cost nothing, so k becomes the number of copies a layer is expected
 to need; and layer l is needed only when the verify pass reaches it, l t_layer after drafting has ended,
-so every layer has its own deadline. Pure arithmetic on a `Profile`.
+so every layer has its own deadline. The last layer may have only a part of its copies made. Where the
+device decides (`graphs.py`) copies end with the drafting: how many there are is `copies_allowed`, and the
+cutoff is the layer in which they run out. Pure arithmetic on a `Profile`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -84,7 +87,7 @@ def cutoff_layer(
     copies_per_layer: float,
     free_slots: int,
 ) -> int:
-    """The number of leading target layers worth prefetching, 0 .. num_layers.
+    """The number of leading target layers worth prefetching, 0 .. num_layers; the last one maybe in part.
 
     copies_per_layer: see `expected_copies`. free_slots: slots that prefetched experts may take in all.
     """
@@ -93,11 +96,24 @@ def cutoff_layer(
     drafting_ms = num_draft_tokens * profile.draft_token_ms
     busy_ms, layers = 0.0, 0
     for layer in range(min(num_layers, int(free_slots / copies_per_layer))):
-        busy_ms += copies_per_layer * profile.expert_copy_ms
-        if busy_ms > drafting_ms + layer * profile.target_layer_ms:
+        if busy_ms + profile.expert_copy_ms > drafting_ms + layer * profile.target_layer_ms:
             break
+        busy_ms += copies_per_layer * profile.expert_copy_ms
         layers = layer + 1
     return layers
+
+
+def copies_allowed(profile: Profile, num_draft_tokens: int, start: float) -> list[int]:
+    """How many copies ahead a captured step may have asked for, in all, once each draft token is there.
+
+    As many as keep the bus busy until the next draft token says more, so that what is copied, and who
+    leaves for it, is chosen as late as possible; and in all as many as end with the drafting, to the
+    nearest. start: the share of a draft pass after which its predictions are there.
+    """
+    drafts = [(i + 1) * profile.draft_token_ms for i in range(num_draft_tokens)]
+    copy_ms = max(profile.expert_copy_ms, 1e-6)
+    most = round(min((num_draft_tokens - start) * profile.draft_token_ms / copy_ms, 1e6))
+    return [min(most, math.ceil(end / copy_ms)) for end in drafts]
 
 
 class Drift:

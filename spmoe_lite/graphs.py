@@ -1,8 +1,10 @@
 """A step without the host in it: draft and target run as captured CUDA graphs.
 
     finish    recency of the rows that were kept                                    (of the step before)
-    draft     first pass over the two newest tokens, then one pass per proposal; after each, `stage`
-    fetch     on a stream of its own: copies what was staged, while drafting goes on
+    draft     first pass over the two newest tokens, then one pass per proposal; in each, `stage` as soon
+              as the layers that are copied ahead for have been seen
+    fetch     on a stream of its own: copies what was staged, while drafting goes on; then gives up what
+              has not begun
     verify    the target over the newest token and the proposals; experts in slots or in host memory
     report    one copy of what the pass found to the host, which waits for it once
 
@@ -54,8 +56,9 @@ if TYPE_CHECKING:
     from spmoe_lite.store import ExpertStore
 
 # `params`: position of the newest token; the clock of recency; rows kept of the step before; layers to
-# copy ahead for; the draft token at hand; the target's layer at hand; the two newest tokens, proposals.
-START, CLOCK, ROWS, CUTOFF, NUMBER, PROGRESS, IDS = range(7)
+# copy ahead for; the draft token at hand; whether drafting is over; the two newest tokens, proposals;
+# in the last `most` places how many copies may have been staged by each draft token.
+START, CLOCK, ROWS, CUTOFF, NUMBER, OVER, IDS = range(7)
 
 
 class RoutedExperts:
@@ -170,17 +173,19 @@ class StepGraphs:
         self._resident = resident
         self._sources: dict[tuple[Transformer, int], RoutedExperts | ResidentExperts] = {}
         device = target.device
-        self._host_params = host_buffer((IDS + 3 + most,), torch.int32)
+        self._host_params = host_buffer((IDS + 3 + 2 * most,), torch.int32)
         self._values = self._host_params.numpy()
         self._params = torch.zeros_like(self._host_params, device=device)
+        self._allowed = self._params[IDS + 3 + most :]
         self._newest = torch.zeros(1, dtype=torch.int32, device=device)
         if tables is not None:  # reset by the parameters of a step and by its first draft
-            self.tables = replace(tables, progress=self._param(PROGRESS))
+            self.tables = replace(tables, over=self._param(OVER))
             self._host = tables.host.cpu().numpy()
             self._predicted = torch.zeros_like(tables.wanted)
         self._inside = False  # whether the device has the slots
         self._copies = torch.cuda.Stream(device)
-        self._drafted = [torch.cuda.Event() for _ in range(self.most)]
+        # Recorded inside the first draft pass, and inside each later one.
+        self._staged = [torch.cuda.Event(external=True) for _ in range(2)]
         self._fetched = torch.cuda.Event()
         self._pool = torch.cuda.graph_pool_handle()
         self._kept = 0  # rows of the pass before, for `finish`
@@ -204,6 +209,7 @@ class StepGraphs:
         tokens: list[int],
         count: int,
         cutoff: int,
+        copies: Sequence[int],
         pick: Callable[[torch.Tensor, list[int]], int] | None,
         cancel: threading.Event | None,
         ahead: bool = False,
@@ -212,6 +218,8 @@ class StepGraphs:
         """Draft `count` (0 or `most`) tokens after `tokens` and verify them in one pass.
 
         The caches hold at least what is known but for the newest token, the draft's but for two.
+        copies [most]: how many experts of the first `cutoff` layers may be copied ahead, in all, once
+        each draft token is there.
         pick chooses a draft token from logits [V] and the tokens before it; None: the best one.
         ahead, without `pick`: enqueue the next step as well, which drafts as many, up to the same layer.
         It is read by the next call, if this step's verdict is kept whole; else `leave` forgets it.
@@ -219,7 +227,7 @@ class StepGraphs:
         """
         flight, self._flight = self._flight, None
         if flight is None:
-            self._prepare(tokens, cutoff)
+            self._prepare(tokens, cutoff, copies)
             flight = self._launch(count, cutoff, pick, tokens, cancel)
         assert (count, cutoff) == (flight.count, flight.cutoff)
         if ahead:
@@ -240,11 +248,12 @@ class StepGraphs:
         """The first `rows` rows of the pass read last stay, the first of them at `position`."""
         self._kept, self._clock = rows, position + rows
 
-    def _prepare(self, tokens: list[int], cutoff: int) -> None:
+    def _prepare(self, tokens: list[int], cutoff: int, copies: Sequence[int]) -> None:
         """Parameters of a step by what the host knows, and recency of the step before."""
         newest = tokens[-2:] if len(tokens) > 1 else [0, *tokens]
-        known = [len(tokens) - 1, self._clock, self._kept, cutoff, 0, -1]
+        known = [len(tokens) - 1, self._clock, self._kept, cutoff, 0, 0]
         self._values[: IDS + 2] = known + newest
+        self._values[IDS + 3 + self.most :] = copies
         self._kept = 0
         torch.cuda.current_stream().wait_event(self._fetched)
         self._params.copy_(self._host_params, non_blocking=True)
@@ -268,8 +277,7 @@ class StepGraphs:
             graph, logits = self._draft[i > 0]
             graph.replay()
             if cutoff:
-                self._drafted[i].record()
-                self._copies.wait_event(self._drafted[i])
+                self._copies.wait_event(self._staged[i > 0])
                 with torch.cuda.stream(self._copies):
                     fetch(self.tables, self._stride, i, cutoff)
                     self._fetched.record()
@@ -278,6 +286,9 @@ class StepGraphs:
                 self._newest.fill_(proposal[i])
                 self._params[IDS + 2 + i].fill_(proposal[i])
         drafted.record()
+        if cutoff:
+            self._param(OVER).fill_(1)
+            torch.cuda.current_stream().wait_event(self._fetched)
         self._rows = rows = count + 1
         graph, (logits, found) = self._verify[rows]
         graph.replay()
@@ -381,25 +392,24 @@ class StepGraphs:
         start, number = self._param(START), self._param(NUMBER)
         if rows == 2:
             number.zero_()
-            if self._predictor is not None:
-                self._param(PROGRESS).fill_(-1)
+            self._param(OVER).zero_()
         ids = params[IDS : IDS + 2] if rows == 2 else self._newest
-        at = start - 1 if rows == 2 else start + number
+        at, index = start - 1 if rows == 2 else start + number, number.long()
         predicted: list[torch.Tensor] = []
 
         def predict(layer: int, state: torch.Tensor) -> None:
             if layer < self.layers_ahead:
                 predicted.append(self._predictor.choose(layer, state[-1:]))
+            if layer + 1 == self.layers_ahead:
+                chosen = torch.cat(predicted)
+                self._predicted.index_copy_(0, index, chosen[None])
+                stage(self.tables, chosen, self._param(CUTOFF), self._allowed, number)
+                self._staged[rows == 1].record()
 
         ahead = predict if self._predictor is not None else None
         logits = draft.run(ids, self._draft_kv, at, self._source(draft, rows), 1, ahead)
         self._newest.copy_(logits[0, : self._num_tokens].argmax())
-        index = number.long()
         params[IDS + 2 :].index_copy_(0, index, self._newest)
-        if predicted:
-            chosen = torch.cat(predicted)
-            self._predicted.index_copy_(0, index, chosen[None])
-            stage(self.tables, chosen, self._param(CUTOFF), number)
         number.add_(1)
         return logits
 

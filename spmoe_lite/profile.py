@@ -306,7 +306,7 @@ def _captured_passes(engine: Engine, miss_ms: float) -> tuple[float, float, int,
     try:
         for count in sorted({0, graphs.most}):
             for _ in range(ROUNDS + 1):
-                found = graphs.step(tokens, count, 0, None, None)
+                found = graphs.step(tokens, count, 0, [0] * graphs.most, None, None)
                 missed = 0 if found.missed is None else int(found.missed.sum())
                 times.setdefault(count + 1, []).append(found.verify_ms - missed * miss_ms)
                 if count:

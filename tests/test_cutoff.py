@@ -10,6 +10,7 @@ import pytest
 from spmoe_lite.cutoff import (
     Drift,
     Profile,
+    copies_allowed,
     cutoff_layer,
     expected_copies,
     load_profile,
@@ -29,7 +30,7 @@ def layers(profile, **how):
 def test_the_paper_rule_when_the_target_takes_no_time():
     # T_draft = 4 x 10 ms, one copy 8 ms: L = 5 (SP-MoE reports 3 to 5 as best on such a machine)
     assert layers(Profile(8, 10, 0)) == 5
-    assert layers(Profile(8, 10, 0), copies_per_layer=2) == 2
+    assert layers(Profile(8, 10, 0), copies_per_layer=2) == 3  # one of the third layer's two
     assert layers(Profile(50, 10, 0)) == 0
 
 
@@ -46,6 +47,27 @@ def test_free_slots_bound_it():
 def test_nothing_to_copy_or_nothing_drafted_is_no_prefetch():
     assert layers(Profile(1, 100, 1), copies_per_layer=0) == 0
     assert layers(Profile(1, 100, 1), num_draft_tokens=0) == 0
+
+
+def test_copies_keep_the_bus_busy_and_end_with_the_drafting():
+    assert copies_allowed(Profile(8, 10, 0), 4, 0.0) == [2, 3, 4, 5]  # 10, 20, 30, 40 over 8
+    assert copies_allowed(Profile(8, 10, 0), 4, 0.5) == [
+        2,
+        3,
+        4,
+        4,
+    ]  # 35 / 8 from the first guess on
+    assert copies_allowed(Profile(8, 10, 9), 4, 0.3) == [
+        2,
+        3,
+        4,
+        5,
+    ]  # 37 / 8: the last ends 3 ms late
+    assert copies_allowed(Profile(50, 10, 0), 4, 0.25) == [1, 1, 1, 1]
+    assert copies_allowed(Profile(90, 10, 0), 4, 0.25) == [0, 0, 0, 0]
+    assert copies_allowed(Profile(8, 10, 0), 1, 1.0) == [0]  # with the last layer drafting is over
+    assert copies_allowed(Profile(8, 10, 0), 0, 1.0) == []
+    assert copies_allowed(Profile(0, 10, 1), 2, 0.0) == [10**6] * 2  # copies that take no time
 
 
 def test_copies_are_the_absent_part_of_the_union():

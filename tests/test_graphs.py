@@ -75,11 +75,12 @@ def test_logits_are_those_of_steps_driven_by_the_host(pack, share):
             guesses = [
                 [draw.randrange(EXPERTS // 2) * 2 + j for j in range(2)] for _ in range(LAYERS)
             ]
-            tables.progress.fill_(-1)
+            tables.over.zero_()
             for number in (0, 1):
                 one = torch.tensor([number], dtype=torch.int32)
                 cutoff = torch.tensor([2], dtype=torch.int32)
-                stage(tables, torch.tensor(guesses, dtype=torch.int32), cutoff, one)
+                copies = torch.tensor([3, 5], dtype=torch.int32)
+                stage(tables, torch.tensor(guesses, dtype=torch.int32), cutoff, copies, one)
                 fetch(tables, layout.stride, number, 2)
             got = target.run(
                 torch.tensor(part),

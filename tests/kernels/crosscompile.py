@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import types
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -37,9 +38,11 @@ from spmoe_lite.kernels import (  # noqa: E402
     expert_gemm_triton,
     gate_triton,
     linear_triton,
+    residency_triton,
     rope_triton,
 )
 from spmoe_lite.kernels.configs import SOME  # noqa: E402
+from spmoe_lite.kernels.residency import Tables  # noqa: E402
 from spmoe_lite.precision import ExpertLayout, matrix_bytes, scheme_of  # noqa: E402
 from spmoe_lite.quant import view_matrix  # noqa: E402
 
@@ -183,6 +186,15 @@ def rope_call(dtype: torch.dtype):
     return lambda: rope_triton.rope_and_store_triton(q, k, v, turn, turn, 7, *caches, scales)
 
 
+def residency_calls():
+    zeros = partial(torch.zeros, dtype=torch.int32)
+    addresses = torch.ones(4, 128, dtype=torch.int64)
+    tables, one = Tables.make(addresses, addresses[:, :64].contiguous(), (8, 4, 8)), zeros(1)
+    yield lambda: residency_triton.route_triton(tables, 0, zeros(5, 8), addresses[:3], zeros(5, 8))
+    yield lambda: residency_triton.stage_triton(tables, zeros(4, 8), one, zeros(8), one)
+    yield lambda: residency_triton.fetch_triton(tables, 1 << 20, 0, 2)
+
+
 def jobs(capability: tuple[int, int]):
     """(module, call) of most tiles on 8.6 and 9.0, of those that need most elsewhere."""
     name, dtype = ("fp16", torch.float16) if capability < (8, 0) else ("bf16", torch.bfloat16)
@@ -202,6 +214,8 @@ def jobs(capability: tuple[int, int]):
     for tokens, head_dim, coded in rows:
         yield attention_triton, attention_call(tokens, head_dim, coded, dtype)
     yield rope_triton, rope_call(dtype)
+    for call in () if brief else residency_calls():
+        yield residency_triton, call
 
 
 def main() -> None:

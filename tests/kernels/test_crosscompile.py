@@ -28,6 +28,8 @@ def test_every_card_was_compiled_for(compiled):
         "_attention_kernel",
         "_merge_kernel",
         "_gate_kernel",
+        "_route_kernel",
+        "_stage_kernel",
     }
 
 
@@ -60,6 +62,14 @@ def test_the_router_is_loaded_sixteen_bytes_at_a_time(compiled):
         if entry["kernel"] == "_gate_kernel":
             assert "v4.b32" in entry["loads"] and not {"b16", "b8"} & set(entry["loads"]), entry
             assert entry["stack"] == 0, entry
+
+
+def test_experts_are_copied_sixteen_bytes_at_a_time(compiled):
+    """By loads of 4 bytes it takes sixteen programs to fill the bus, and the draft lacks their processors."""
+    fetching = [entry for entry in compiled if entry["kernel"] == "_fetch_kernel"]
+    assert len(fetching) == 2
+    for entry in fetching:
+        assert "v4.b32" in entry["loads"], entry
 
 
 def test_shared_memory_fits_and_registers_do_not_spill(compiled):

@@ -70,9 +70,12 @@ class World:
     def accept(self, rows, position):
         self.credit(self.tables, self.trace, self.one(rows), self.one(position))
 
-    def predict(self, predicted, number=0, cutoff=99):
-        predicted = torch.tensor(predicted, dtype=torch.int32, device=self.device)
-        self.stage(self.tables, predicted, self.one(cutoff), self.one(number))
+    def predict(self, predicted, number=0, cutoff=99, copies=(99, 99)):
+        predicted, copies = (
+            torch.tensor(values, dtype=torch.int32, device=self.device)
+            for values in (predicted, copies)
+        )
+        self.stage(self.tables, predicted, self.one(cutoff), copies, self.one(number))
 
     def state(self):
         """All tables, addresses relative to their memories so that two worlds compare."""
@@ -83,7 +86,7 @@ class World:
 
         t = self.tables
         staged = t.state != 0
-        plain = (t.who, t.age, t.missed, t.progress, t.expected, t.state, t.arrived)
+        plain = (t.who, t.age, t.missed, t.over, t.expected, t.state, t.arrived)
         chosen = (t.wanted[staged], t.place[staged])
         return [[relative(a) for a in t.src.flatten().tolist()]] + [
             p.tolist() for p in plain + chosen
@@ -143,7 +146,7 @@ def test_predicted_experts_take_the_oldest_slots_and_are_there_when_they_are_nee
     t = world.tables
     world.run_pass([[[0, 1], [2, 0], [0, 1]]] * 3)
     world.accept(3, 0)  # 2 is the oldest
-    t.progress.fill_(-1)
+    t.over.zero_()
     world.predict([[0, 5], [6, 7], [3, 4]], number=1, cutoff=2)
     assert t.who.tolist()[:2] == [[0, 1, 5], [7, 1, 6]]  # 5 for 2; 6 for 2, 7 for 0
     assert t.state[1].tolist() == [[0, 1], [1, 1], [0, 0]]
@@ -164,19 +167,39 @@ def test_predicted_experts_take_the_oldest_slots_and_are_there_when_they_are_nee
 def test_what_is_late_is_given_up(how, device):
     world = World(how, device)
     t = world.tables
-    t.progress.fill_(-1)
+    t.over.zero_()
     world.predict([[1, 2], [3, 4], [5, 6]], cutoff=2)
-    experts = torch.tensor([[1, 6]] * 3, dtype=torch.int32, device=world.device)
-    world.route(t, 0, experts, world.use, world.trace[0])  # 1 is being copied: read, not kept
-    assert [bool(line[2]) for line in world.use.tolist()[:2]] == [False, True]
-    assert all(line[1] & 1 == 0 for line in world.use.tolist()[:2])
-    world.set_content(world.use.tolist()[1][2], 6)
+    world.predict([[5, 6], [3, 5], [5, 6]], number=1, cutoff=2)
     world.fetch(t, STRIDE, 0, 2)
-    assert t.state[0].tolist() == [[3, 3], [2, 2], [0, 0]]  # layer 0 has begun, layer 1 has not
-    assert sorted(t.who[0].tolist()) == [-1, -1, 6]
+    t.over.fill_(1)
+    world.fetch(t, STRIDE, 1, 2)
+    assert t.state[0].tolist() == [[2, 2], [2, 2], [0, 0]]
+    assert t.state[1].tolist() == [[3, 0], [0, 3], [0, 0]]  # one more slot each
+    assert sorted(t.who[0].tolist()) == [-1, 1, 2]
+    world.check()
+    lines = world.run_pass([[[1, 5]] * 3] * 3)
+    assert t.missed[0].tolist() == [0, 0, 0, 0, 0, 1, 0, 0] and lines[0][1][2]  # kept after all
     world.check()
     world.predict([[7, 2]] * 3, cutoff=0)
     assert int(t.state[0].sum()) == 0
+
+
+@pytest.mark.parametrize("how", BOTH)
+def test_no_more_is_staged_than_may_be_copied(how, device):
+    world = World(how, device)
+    t = world.tables
+    t.over.zero_()
+    t.state.fill_(7)  # of the step before
+    world.predict([[1, 2], [3, 4], [5, 6]], copies=(3, 4))
+    assert t.state[0].tolist() == [[1, 1], [1, 0], [0, 0]]  # three, the first layers' first
+    assert t.expected.nonzero().tolist() == [[0, 1], [0, 2], [1, 3], [1, 4], [2, 5], [2, 6]]
+    world.fetch(t, STRIDE, 0, 3)
+    world.predict([[1, 3], [5, 4], [5, 6]], number=1, copies=(3, 5))
+    assert t.state[1].tolist() == [[0, 1], [1, 0], [0, 0]]  # two more: what was copied counts
+    world.predict([[7, 0], [7, 6], [0, 1]], number=1, copies=(3, 3))
+    assert int(t.state[1].sum()) == 0
+    world.run_pass([[[1, 2]] * 3, [[3, 0]] * 3, [[0, 1]] * 3])
+    world.check()
 
 
 @pytest.mark.parametrize(
@@ -193,16 +216,15 @@ def test_kernel_and_reference_stay_the_same(layers, experts, quota, guesses, k, 
         drafts = [[draw.sample(hot, guesses) for _ in rows] for _ in (0, 1)]
         accepted, late = draw.randint(1, tokens), draw.random() < 0.3
         cutoff = draw.randint(0, layers)
+        copies = sorted(draw.randint(0, layers * guesses + 1) for _ in (0, 1))
         for world in worlds:
             t = world.tables
-            t.progress.fill_(-1)
+            t.over.zero_()
             for number, predicted in enumerate(drafts):
-                world.predict(predicted, number, cutoff)
-                if not late:
-                    world.fetch(t, STRIDE, number, cutoff)
-            world.run_pass(rows)
-            for number in (0, 1) if late else ():
+                world.predict(predicted, number, cutoff, copies)
+                t.over.fill_(late and number)
                 world.fetch(t, STRIDE, number, cutoff)
+            world.run_pass(rows)
             world.accept(accepted, position)
             world.check()
         assert worlds[0].state() == worlds[1].state()
