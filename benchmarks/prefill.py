@@ -73,6 +73,7 @@ def main() -> None:
     pair = synthetic.Pair.of("mixtral-8x7b", layers=args.layers)
     target = args.folder / f"{pair.names[0]}.spmoe"
     if not target.exists():
+        args.folder.mkdir(parents=True, exist_ok=True)
         target, _ = synthetic.write_pair(pair, args.folder)
     results: dict = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name()}
     results |= {"torch": torch.__version__, "ceilings": ceilings()}

@@ -35,6 +35,7 @@ ReadExpert = Callable[[np.ndarray, int], None]  # fills a uint8 array from an of
 GoOn = Callable[[], object]
 Piece = tuple[int, int, int]  # of an expert: offset, address in page-locked memory, bytes
 PIECE = 16 << 20  # bytes of a copy that can wait; larger ones are no faster
+TURN = 8 << 20  # bytes after which a copy that cannot lets a pass's own small copies have the bus
 RING_BUFFERS = 4
 RING_BYTES = 16 << 20  # a power of two: pinned allocations are rounded up to one
 READERS = min(8, os.cpu_count() or 1)  # threads that fill a ring buffer
@@ -223,13 +224,12 @@ class DeviceSlab:
 
 
 def _pieces(source: int, size: int, go_on: GoOn | None) -> Iterator[Piece]:
-    """An expert at an address: whole, or in pieces if it can wait."""
-    if go_on is None:
-        yield 0, source, size
-        return
-    for offset in range(0, size, PIECE):
-        go_on()
-        yield offset, source + offset, min(PIECE, size - offset)
+    """An expert at an address, piece by piece."""
+    most = TURN if go_on is None else PIECE
+    for offset in range(0, size, most):
+        if go_on is not None:
+            go_on()
+        yield offset, source + offset, min(most, size - offset)
 
 
 def _end(readers: ThreadPoolExecutor) -> None:

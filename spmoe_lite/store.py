@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from spmoe_lite.device import host_buffer
 from spmoe_lite.hostmap import HostMap
 from spmoe_lite.pack import Pack
 from spmoe_lite.progress import OnProgress, Progress, check
@@ -340,8 +341,10 @@ class ExpertStore:
 
     def _use(self, experts: list[int], slots: list[int]) -> torch.Tensor:
         self._slab.wait_filled(slots)
-        use = [(e, self._slab.address(s), 0) for e, s in zip(experts, slots, strict=True)]
-        return torch.tensor(use, dtype=torch.int64).to(self._device, non_blocking=True)
+        use = host_buffer((len(experts), 3), torch.int64)
+        lines = [(e, self._slab.address(s), 0) for e, s in zip(experts, slots, strict=True)]
+        use.copy_(torch.tensor(lines, dtype=torch.int64))
+        return use.to(self._device, non_blocking=True)
 
     def _give_back(self, layer: int, experts: list[int]) -> None:
         keys = [(layer, expert) for expert in experts]
