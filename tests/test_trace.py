@@ -318,7 +318,7 @@ def test_a_gpu_records_the_same_passes_captured_or_not(packs, tmp_path, pin):
     text, counters = answer(packs["target"], packs["noisy"], tmp_path / "t", **options)
     passes = read_trace(tmp_path / "t").passes
     assert sum(one.tokens for one in passes) == len(text) and len(passes) == counters.steps
-    assert any(one.predictions for one in passes) == (pin == "none")
+    assert any(one.predictions for one in passes)
     accesses = sum(one.accepted * 2 * 3 for one in passes if one.kind == "decode")
     assert counters.accesses == accesses
 
