@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.kernel_data import DEVICE, layout
 from spmoe_lite import synthetic, timing
-from spmoe_lite.cutoff import Profile, copies_allowed
+from spmoe_lite.cutoff import Profile, copies_queued
 from spmoe_lite.graphs import StepGraphs
 from spmoe_lite.kernels.residency import Tables
 from spmoe_lite.kvcache import KVCache
@@ -228,8 +228,8 @@ def run(
             told.tell(traces[i])
         begun = time.perf_counter()
         start = graphs.layers_ahead / pair.layers
-        allowed = copies_allowed(Profile(pair.copy_ms, draft_ms, 0.0), graphs.most, start)
-        found = graphs.step(tokens, count, cutoff, allowed, None, None)
+        queued = copies_queued(Profile(pair.copy_ms, draft_ms, 0.0), graphs.most, start)
+        found = graphs.step(tokens, count, cutoff, queued, None, None)
         draft_ms = found.draft_ms / max(count, 1)
         taken = 0
         while taken < count and draw.random() < accept:

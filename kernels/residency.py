@@ -117,21 +117,21 @@ def stage(
     tables: Tables,
     predicted: torch.Tensor,
     cutoff: torch.Tensor,
-    copies: torch.Tensor,
+    queued: torch.Tensor,
     number: torch.Tensor,
 ) -> None:
     """predicted [P, n] int32: give the absent ones of the first `cutoff` [1] layers slots, in their order.
 
-    number [1] int32, from 0, is that of the draft token; copies [K] int32: how many the step may have
-    staged once it is there. Runs before the pass that will want them, and after `credit` of the one
-    before. CPU tensors take the reference.
+    number [1] int32, from 0, is that of the draft token; queued [K] int32: how many may be staged and not
+    yet there after it. Runs before the pass that will want them, and after `credit` of the one before.
+    CPU tensors take the reference.
     """
     if predicted.is_cuda:
         from .residency_triton import stage_triton
 
-        stage_triton(tables, predicted, cutoff, copies, number)
+        stage_triton(tables, predicted, cutoff, queued, number)
     else:
-        stage_reference(tables, predicted, cutoff, copies, number)
+        stage_reference(tables, predicted, cutoff, queued, number)
 
 
 def fetch(tables: Tables, size: int, number: int, cutoff: int) -> None:
@@ -178,13 +178,13 @@ def stage_reference(
     tables: Tables,
     predicted: torch.Tensor,
     cutoff: torch.Tensor,
-    copies: torch.Tensor,
+    queued: torch.Tensor,
     number: torch.Tensor,
 ) -> None:
     """The same by torch."""
     wanted, place, state = (t[int(number)] for t in (tables.wanted, tables.place, tables.state))
     state.zero_()
-    left = int(copies[int(number)]) - int((tables.state[: int(number)] != 0).sum())
+    left = int(queued[int(number)]) - int((tables.state[: int(number)] == STAGED).sum())
     for layer, row in enumerate(predicted[: int(cutoff)].tolist()):
         src, host, expected = tables.src[layer], tables.host[layer], tables.expected[layer]
         expected[row] = 1

@@ -143,7 +143,7 @@ def _credit_kernel(
 def _stage_kernel(
     predicted_ptr,  # [P, CHOICES] int32
     cutoff_ptr,
-    copies_ptr,  # [K] int32
+    queued_ptr,  # [K] int32
     number_ptr,
     src_ptr,  # [L, E] int64
     host_ptr,
@@ -165,8 +165,8 @@ def _stage_kernel(
     number, layers = tl.load(number_ptr), tl.minimum(tl.load(cutoff_ptr), P)
     row = number * P * CHOICES
     i = tl.arange(0, BLOCK_S)
-    before = tl.load(state_ptr + i, mask=i < row, other=0)
-    left = tl.load(copies_ptr + number) - tl.sum((before != 0).to(tl.int32), axis=0)
+    before = tl.load(state_ptr + i, mask=i < row, other=0)  # `fetch` may be at it: a count, no more
+    left = tl.load(queued_ptr + number) - tl.sum((before == _STAGED).to(tl.int32), axis=0)
     pointed = i < layers * CHOICES
     guess = tl.load(predicted_ptr + i, mask=pointed, other=0)
     tl.store(
@@ -278,16 +278,16 @@ def stage_triton(
     tables: Tables,
     predicted: torch.Tensor,
     cutoff: torch.Tensor,
-    copies: torch.Tensor,
+    queued: torch.Tensor,
     number: torch.Tensor,
 ) -> None:
     """Launch `stage`."""
     num_experts, num_slots = tables.host.shape[1], tables.slots.shape[1]
     layers, choices = predicted.shape
     assert predicted.is_contiguous() and predicted.shape == tables.wanted.shape[1:]
-    assert len(copies) == len(tables.wanted) and copies.is_contiguous()
+    assert len(queued) == len(tables.wanted) and queued.is_contiguous()
     _stage_kernel[(1,)](
-        predicted, cutoff, copies, number, tables.src, tables.host, tables.who, tables.age,
+        predicted, cutoff, queued, number, tables.src, tables.host, tables.who, tables.age,
         tables.expected, tables.wanted, tables.place, tables.state,
         P=layers, E=num_experts, Q=num_slots, CHOICES=choices, BLOCK_S=_block(tables.state.numel()),
         BLOCK_C=_block(choices), BLOCK_E=_block(num_experts), BLOCK_Q=_block(num_slots),

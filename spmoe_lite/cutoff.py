@@ -5,8 +5,8 @@ SP-MoE (arXiv 2510.10302, cutoff model): prefetch target layers 0 .. L-1 with th
 Refined: experts that are resident cost nothing, so k becomes the number of copies a layer is expected
 to need; and layer l is needed only when the verify pass reaches it, l t_layer after drafting has ended,
 so every layer has its own deadline. The last layer may have only a part of its copies made. Where the
-device decides (`graphs.py`) copies end with the drafting: how many there are is `copies_allowed`, and the
-cutoff is the layer in which they run out. Pure arithmetic on a `Profile`.
+device decides (`graphs.py`) copies end with the drafting: `copies_queued` bounds them, and the cutoff is
+the layer in which they run out. Pure arithmetic on a `Profile`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 import functools
 import json
 import logging
-import math
 import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -103,17 +102,17 @@ def cutoff_layer(
     return layers
 
 
-def copies_allowed(profile: Profile, num_draft_tokens: int, start: float) -> list[int]:
-    """How many copies ahead a captured step may have asked for, in all, once each draft token is there.
+def copies_queued(profile: Profile, num_draft_tokens: int, start: float) -> list[int]:
+    """How many copies ahead a captured step may have before it, the one under way counted in, at each draft.
 
-    As many as keep the bus busy until the next draft token says more, so that what is copied, and who
-    leaves for it, is chosen as late as possible; and in all as many as end with the drafting, to the
-    nearest. start: the share of a draft pass after which its predictions are there.
+    As many as keep the bus busy until the next draft token says more, and as many as end with the
+    drafting, both to the nearest: what is copied, and who leaves for it, is best chosen late.
+    start: the share of a draft pass after which its predictions are there.
     """
-    drafts = [(i + 1) * profile.draft_token_ms for i in range(num_draft_tokens)]
-    copy_ms = max(profile.expert_copy_ms, 1e-6)
-    most = round(min((num_draft_tokens - start) * profile.draft_token_ms / copy_ms, 1e6))
-    return [min(most, math.ceil(end / copy_ms)) for end in drafts]
+    draft_ms, copy_ms = profile.draft_token_ms, max(profile.expert_copy_ms, 1e-6)
+    busy = max(1, round(min(draft_ms / copy_ms, 1e6)))
+    left = [(num_draft_tokens - i - start) * draft_ms for i in range(num_draft_tokens)]
+    return [min(busy, round(min(ms / copy_ms, 1e6))) for ms in left]
 
 
 class Drift:

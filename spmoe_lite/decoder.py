@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from spmoe_lite.cutoff import Drift, copies_allowed, cutoff_layer, expected_copies
+from spmoe_lite.cutoff import Drift, copies_queued, cutoff_layer, expected_copies
 from spmoe_lite.device import current
 from spmoe_lite.drafting import DraftLength
 from spmoe_lite.errors import CapacityError
@@ -198,7 +198,7 @@ class Decoder:
             if under_way is not None:
                 _, cutoff = under_way
             found = graphs.step(
-                tokens, count, cutoff, self._copies_allowed(), pick, cancel, ahead,
+                tokens, count, cutoff, self._copies_queued(), pick, cancel, ahead,
                 lambda: [sampler.noise(i, self.target.device) for i in range(known, known + count + 1)],
             )  # fmt: skip
             check_finite(found.finite)
@@ -220,14 +220,14 @@ class Decoder:
         """Layers that a captured step of `count` drafts copies ahead for."""
         if not count or not self.graphs.layers_ahead or not self.usefulness.judge():
             return 0
-        most = self.graphs.layers_ahead if self._copies_allowed()[-1] else 0
+        most = self.graphs.layers_ahead if any(self._copies_queued()) else 0
         self.last_cutoff = most if self.cutoff is None else min(most, self.cutoff)
         return self.last_cutoff
 
-    def _copies_allowed(self) -> list[int]:
-        """By each draft token of a captured step."""
+    def _copies_queued(self) -> list[int]:
+        """At each draft token of a captured step."""
         start = self.graphs.layers_ahead / len(self.target.blocks)
-        return copies_allowed(self.drift.profile, self.graphs.most, start)
+        return copies_queued(self.drift.profile, self.graphs.most, start)
 
     def _take_account(self, found: Found) -> None:
         """What a captured pass did with the experts; nobody saw it wait, so that is reckoned."""

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 # `params`: position of the newest token; the clock of recency; rows kept of the step before; layers to
 # copy ahead for; the draft token at hand; whether drafting is over; the two newest tokens, proposals;
-# in the last `most` places how many copies may have been staged by each draft token.
+# in the last `most` places how many copies may be staged or under way at each draft token.
 START, CLOCK, ROWS, CUTOFF, NUMBER, OVER, IDS = range(7)
 
 
@@ -176,7 +176,7 @@ class StepGraphs:
         self._host_params = host_buffer((IDS + 3 + 2 * most,), torch.int32)
         self._values = self._host_params.numpy()
         self._params = torch.zeros_like(self._host_params, device=device)
-        self._allowed = self._params[IDS + 3 + most :]
+        self._queued = self._params[IDS + 3 + most :]
         self._newest = torch.zeros(1, dtype=torch.int32, device=device)
         if tables is not None:  # reset by the parameters of a step and by its first draft
             self.tables = replace(tables, over=self._param(OVER))
@@ -209,7 +209,7 @@ class StepGraphs:
         tokens: list[int],
         count: int,
         cutoff: int,
-        copies: Sequence[int],
+        queued: Sequence[int],
         pick: Callable[[torch.Tensor, list[int]], int] | None,
         cancel: threading.Event | None,
         ahead: bool = False,
@@ -218,8 +218,8 @@ class StepGraphs:
         """Draft `count` (0 or `most`) tokens after `tokens` and verify them in one pass.
 
         The caches hold at least what is known but for the newest token, the draft's but for two.
-        copies [most]: how many experts of the first `cutoff` layers may be copied ahead, in all, once
-        each draft token is there.
+        queued [most]: how many experts of the first `cutoff` layers may be waiting to be copied ahead,
+        or on their way, at each draft token.
         pick chooses a draft token from logits [V] and the tokens before it; None: the best one.
         ahead, without `pick`: enqueue the next step as well, which drafts as many, up to the same layer.
         It is read by the next call, if this step's verdict is kept whole; else `leave` forgets it.
@@ -227,7 +227,7 @@ class StepGraphs:
         """
         flight, self._flight = self._flight, None
         if flight is None:
-            self._prepare(tokens, cutoff, copies)
+            self._prepare(tokens, cutoff, queued)
             flight = self._launch(count, cutoff, pick, tokens, cancel)
         assert (count, cutoff) == (flight.count, flight.cutoff)
         if ahead:
@@ -248,12 +248,12 @@ class StepGraphs:
         """The first `rows` rows of the pass read last stay, the first of them at `position`."""
         self._kept, self._clock = rows, position + rows
 
-    def _prepare(self, tokens: list[int], cutoff: int, copies: Sequence[int]) -> None:
+    def _prepare(self, tokens: list[int], cutoff: int, queued: Sequence[int]) -> None:
         """Parameters of a step by what the host knows, and recency of the step before."""
         newest = tokens[-2:] if len(tokens) > 1 else [0, *tokens]
         known = [len(tokens) - 1, self._clock, self._kept, cutoff, 0, 0]
         self._values[: IDS + 2] = known + newest
-        self._values[IDS + 3 + self.most :] = copies
+        self._values[IDS + 3 + self.most :] = queued
         self._kept = 0
         torch.cuda.current_stream().wait_event(self._fetched)
         self._params.copy_(self._host_params, non_blocking=True)
@@ -403,7 +403,7 @@ class StepGraphs:
             if layer + 1 == self.layers_ahead:
                 chosen = torch.cat(predicted)
                 self._predicted.index_copy_(0, index, chosen[None])
-                stage(self.tables, chosen, self._param(CUTOFF), self._allowed, number)
+                stage(self.tables, chosen, self._param(CUTOFF), self._queued, number)
                 self._staged[rows == 1].record()
 
         ahead = predict if self._predictor is not None else None

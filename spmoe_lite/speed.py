@@ -8,8 +8,8 @@ A step drafts K tokens, verifies T = K + 1 positions in one pass and writes E[T]
                   miss ratio that `profile` has seen; at least those that one token needs beyond the slots
     from disk   = the same with as many slots as slots and RAM hold experts between them. Such a copy goes
                   at the slower of both rates: its parts are sent on as they come
-    hidden      = the copies ahead that `cutoff_layer` and `copies_allowed` allow, times the chance that who
-                  left for them is not wanted by the positions whose drafts came later
+    hidden      = the copies ahead that `cutoff_layer` allows and drafting has time for, times the chance that
+                  who left for them is not wanted by the positions whose drafts came later
 
 Times are those of a `Profile` where it has them, else the bytes a pass reads over the rate at which the
 device reads them; where only passes of one row were timed, one of more is longer by the bytes it reads more.
@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from spmoe_lite.cutoff import Profile, copies_allowed, cutoff_layer, expected_copies
+from spmoe_lite.cutoff import Profile, cutoff_layer, expected_copies
 
 if TYPE_CHECKING:
     from spmoe_lite.plan import ModelSize
@@ -134,9 +134,8 @@ def predict(
             free_slots=slots,
         )
         if reach:
-            allowed = copies_allowed(times, drafts, 0.0)[-1]
             spared = sum((1 - k / experts) ** (rows - i) for i in range(1, drafts + 1)) / drafts
-            hidden = min(reach * ahead, allowed) * copy_ms * spared
+            hidden = min(reach * ahead * copy_ms, drafts * token_ms) * spared
     return Speed(
         draft_tokens=drafts,
         slots=slots,

@@ -10,7 +10,7 @@ import pytest
 from spmoe_lite.cutoff import (
     Drift,
     Profile,
-    copies_allowed,
+    copies_queued,
     cutoff_layer,
     expected_copies,
     load_profile,
@@ -50,24 +50,21 @@ def test_nothing_to_copy_or_nothing_drafted_is_no_prefetch():
 
 
 def test_copies_keep_the_bus_busy_and_end_with_the_drafting():
-    assert copies_allowed(Profile(8, 10, 0), 4, 0.0) == [2, 3, 4, 5]  # 10, 20, 30, 40 over 8
-    assert copies_allowed(Profile(8, 10, 0), 4, 0.5) == [
-        2,
-        3,
-        4,
-        4,
-    ]  # 35 / 8 from the first guess on
-    assert copies_allowed(Profile(8, 10, 9), 4, 0.3) == [
-        2,
-        3,
-        4,
-        5,
-    ]  # 37 / 8: the last ends 3 ms late
-    assert copies_allowed(Profile(50, 10, 0), 4, 0.25) == [1, 1, 1, 1]
-    assert copies_allowed(Profile(90, 10, 0), 4, 0.25) == [0, 0, 0, 0]
-    assert copies_allowed(Profile(8, 10, 0), 1, 1.0) == [0]  # with the last layer drafting is over
-    assert copies_allowed(Profile(8, 10, 0), 0, 1.0) == []
-    assert copies_allowed(Profile(0, 10, 1), 2, 0.0) == [10**6] * 2  # copies that take no time
+    assert copies_queued(Profile(8, 10, 0), 4, 0.0) == [
+        1,
+        1,
+        1,
+        1,
+    ]  # 10 / 8; 10 ms are left at last
+    assert copies_queued(Profile(8, 10, 0), 4, 0.5) == [1, 1, 1, 1]  # 5 / 8, to the nearest
+    assert copies_queued(Profile(8, 10, 0), 4, 0.7) == [1, 1, 1, 0]  # 3 / 8
+    assert copies_queued(Profile(4, 10, 0), 4, 0.5) == [2, 2, 2, 1]
+    assert copies_queued(Profile(50, 10, 0), 4, 0.25) == [1, 1, 0, 0]  # 37 / 50, 27 / 50, 17 / 50
+    assert copies_queued(Profile(90, 10, 0), 4, 0.25) == [0, 0, 0, 0]
+    assert copies_queued(Profile(1, 10, 0), 2, 0.5) == [10, 5]
+    assert copies_queued(Profile(8, 10, 0), 1, 1.0) == [0]  # with the last layer drafting is over
+    assert copies_queued(Profile(8, 10, 0), 0, 1.0) == []
+    assert copies_queued(Profile(0, 10, 1), 2, 0.0) == [10**6] * 2  # copies that take no time
 
 
 def test_copies_are_the_absent_part_of_the_union():

@@ -79,8 +79,8 @@ def test_logits_are_those_of_steps_driven_by_the_host(pack, share):
             for number in (0, 1):
                 one = torch.tensor([number], dtype=torch.int32)
                 cutoff = torch.tensor([2], dtype=torch.int32)
-                copies = torch.tensor([3, 5], dtype=torch.int32)
-                stage(tables, torch.tensor(guesses, dtype=torch.int32), cutoff, copies, one)
+                queued = torch.tensor([3, 2], dtype=torch.int32)
+                stage(tables, torch.tensor(guesses, dtype=torch.int32), cutoff, queued, one)
                 fetch(tables, layout.stride, number, 2)
             got = target.run(
                 torch.tensor(part),
