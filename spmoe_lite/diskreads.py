@@ -4,16 +4,25 @@ A read writes to memory that may have been written to, or copied from, for anoth
 waits for the end of both. It can be given up at any time; parts that are begun by then still arrive. Where
 the pack is larger than RAM the reads pass by the page cache (O_DIRECT, or the pages are given back), which
 would hold every byte a second time.
+
+Ctrl-C can strike whoever begins a read, and an executor's or an event's lock stays locked for good if it
+strikes there: the threads are there before, and a queue that is written in C wakes them. The garbage collector
+can run in any of them, inside any lock, and drop the engine: `stop` takes no lock and waits for nobody.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from io import FileIO
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
+
+from spmoe_lite.errors import BusyError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,29 +73,40 @@ class DiskReads:
         self._lock = threading.RLock()  # see `ExpertStore`
         self._changed = threading.Condition(self._lock)
         self._queue: list[Read] = []  # reads of which parts are not begun
-        self._threads = ThreadPoolExecutor(READERS, "spmoe-disk")
+        self._asked: SimpleQueue[None] = SimpleQueue()  # to look at it, one item for one thread
+        self._threads: list[threading.Thread] = []
+        self._stopped = False
+
+    def open(self) -> None:
+        """Begin the threads."""
+        _open.add(self)
+        for number in range(READERS):
+            name = f"spmoe-disk_{number}"
+            self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
+            self._threads[-1].start()
 
     def start(self, read: Read) -> None:
         with self._lock:
             ahead = sum(other.urgent for other in self._queue) if read.urgent else len(self._queue)
             self._queue.insert(ahead, read)
         for _ in read.parts[:READERS]:
-            self._threads.submit(self._work)
+            self._asked.put(None)
 
     def wait(self, read: Read, part: int, go_on: Callable[[], object]) -> None:
-        """Return when a part has been read; raise what reading it raised."""
+        """Return when a part has been read; raise what reading it raised, or what `go_on` raises."""
         while True:
             with self._lock:
                 if part in read.done:
                     return
-                if read.error is None:
-                    self._changed.wait(LOOK_SECONDS)
-                elif part not in read.done:
+                if read.error is not None:
                     error, read.error = read.error, None
                     try:
                         raise error
                     finally:
                         del error  # or it and its traceback would hold each other
+                if self._stopped:
+                    raise BusyError("the engine was closed while an expert was being read")
+                self._changed.wait(LOOK_SECONDS)
             go_on()
 
     def give_up(self, read: Read) -> None:
@@ -95,30 +115,53 @@ class DiskReads:
             if read in self._queue:
                 self._queue.remove(read)
 
-    def wait_over(self, read: Read | None) -> None:
-        """Return when no thread writes to the place of a read that was given up or has ended."""
+    def wait_over(self, read: Read | None, go_on: Callable[[], object]) -> None:
+        """Return when no thread writes to the place of a read that was given up or has ended.
+
+        Raises what `go_on` raises.
+        """
         while read is not None:
             with self._lock:
-                while read.running:
-                    self._changed.wait()
-            read = read.before[0] if read.before is not None else None  # it has waited for nobody
+                running = read.running > 0
+                if running:
+                    self._changed.wait(LOOK_SECONDS)
+            if running:
+                go_on()
+            else:
+                before = read.before
+                read = None if before is None else before[0]  # it has waited for nobody
+
+    def stop(self) -> None:
+        """Have the threads end after the parts at hand, from anywhere."""
+        self._stopped = True
+        self._asked.put(None)
 
     def close(self) -> None:
-        with self._lock:
-            self._queue.clear()
-        with suppress(RuntimeError):  # one of the threads itself let go last
-            self._threads.shutdown(cancel_futures=True)
+        """Stop, and wait for the threads to end. Idempotent.
+
+        In one of them, where a finalizer may close the engine, there is no waiting: they end by themselves.
+        """
+        self.stop()
+        alive = [thread for thread in self._threads if thread.is_alive()]
+        if threading.get_ident() in [thread.ident for thread in alive]:
+            return
+        for thread in alive:
+            thread.join()
+        self._queue.clear()
         self._disk.close()
 
     def _work(self) -> None:
         """Read parts until there are none: whoever began a read may have been kept from asking for all."""
-        while self._read_part():
-            pass
+        while not self._stopped:
+            self._asked.get()
+            while self._read_part():
+                pass
+        self._asked.put(None)  # for the next one
 
     def _read_part(self) -> bool:
         """Read the next part; False if there is none."""
         with self._lock:
-            if not self._queue:
+            if self._stopped or not self._queue:
                 return False
             read = self._queue[0]
             part, before = read.begun, read.before
@@ -143,13 +186,13 @@ class DiskReads:
                 read.error = error
                 if read in self._queue:
                     self._queue.remove(read)
-            error = None
             self._changed.notify_all()
+        del read, error  # which its traceback would keep, and they the traceback
         return True
 
     def _await(self, read: Read | None, copied: Callable[[], object] | None) -> None:
         """Until nobody writes to a place or copies from it."""
-        self.wait_over(read)
+        self.wait_over(read, lambda: None)
         if copied is not None:
             copied()
 
@@ -161,7 +204,7 @@ class _Disk:
         self._pack = pack
         self._bypass = bypass
         self._lock = threading.Lock()
-        self._direct: dict[int, int | None] = {}  # layer -> its file, open for direct reads
+        self._direct: dict[int, FileIO | None] = {}  # layer -> its file, open for direct reads
 
     def read(self, layer: int, expert: int, out: np.ndarray, offset: int) -> None:
         """As `Pack.read_expert`."""
@@ -177,11 +220,9 @@ class _Disk:
                     os.posix_fadvise(file, start, len(out), os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        with self._lock:
-            for file in self._direct.values():
-                if file is not None:
-                    os.close(file)
-            self._direct.clear()
+        for file in self._direct.values():
+            if file is not None:
+                file.close()
 
     def _read_direct(self, layer: int, file: int, start: int, out: np.ndarray) -> bool:
         """Whether all of it could be read that way; else `Pack.read_expert` reads it, or says why not."""
@@ -194,15 +235,26 @@ class _Disk:
         if direct is None:
             return False
         try:
-            return os.preadv(direct, [out.data], start) == len(out)
+            return os.preadv(direct.fileno(), [out.data], start) == len(out)
         except OSError:
             return False
 
 
-def _open_direct(file: int) -> int | None:
+def _open_direct(file: int) -> FileIO | None:
     """The same file once more, for reads past the page cache; None where there is no such thing."""
     if not hasattr(os, "O_DIRECT"):
         return None
     with suppress(OSError):
-        return os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
+        return FileIO(os.open(f"/proc/self/fd/{file}", flags))
     return None
+
+
+_open: weakref.WeakSet[DiskReads] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that is waiting inside torch when the interpreter goes would end the process badly."""
+    for reads in list(_open):
+        reads.close()

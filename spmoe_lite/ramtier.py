@@ -202,12 +202,14 @@ class RamTier:
         self._buffers: list[np.ndarray] = []  # what they are rows of
         self._registered: list[int] = []  # where each locked buffer begins, or one about to be
         self._reads = DiskReads(pack, bypass)
-        self._owned = self._reads, driver, self._registered, self._buffers
+        self._owned = driver, self._registered, self._buffers
         weakref.finalize(
-            self, _release, *self._owned
+            self, _release, self._reads.stop, *self._owned
         ).atexit = False  # the end of the process is an end, too
         try:
             self._allocate(min(budget // stride, pack.expert_count()), driver, on_progress, cancel)
+            if self._rows:
+                self._reads.open()
         except BaseException:
             self.close()
             raise
@@ -241,7 +243,7 @@ class RamTier:
         """
         try:
             if victim is not None:
-                self._keep(victim, slot, key)
+                self._keep(victim, slot, key, go_on if urgent else lambda: None)
             place, read = self._hold(key, go_on, urgent)
             if place is None:
                 return False
@@ -282,7 +284,7 @@ class RamTier:
 
     def close(self) -> None:
         """Wait for the reads and the device, take every lock off, give the memory back. Idempotent."""
-        _release(*self._owned)
+        _release(self._reads.close, *self._owned)
         for name in ("_rows", "_last_read", "_reading"):  # views of what is given back
             if name in self.__dict__:
                 getattr(self, name).clear()
@@ -384,8 +386,13 @@ class RamTier:
                 self._saved.wait(LOOK_SECONDS)
             go_on()
 
-    def _keep(self, victim: ExpertKey, slot: int, holder: ExpertKey) -> None:
-        """Have an expert that leaves its slot in a place, unless all there were used since it was."""
+    def _keep(
+        self, victim: ExpertKey, slot: int, holder: ExpertKey, go_on: Callable[[], object]
+    ) -> None:
+        """Have an expert that leaves its slot in a place, unless all there were used since it was.
+
+        go_on: of a demand. A prefetch must not step aside here: a demand may wait for the victim.
+        """
         with self._lock:
             if self._places.place(victim) is not None:
                 self._places.lost_slot(victim)
@@ -395,7 +402,7 @@ class RamTier:
                 return
             read, after = self._last_read[place], self._last_copy[place]
             self._last_copy[place] = _UNKNOWN
-        self._reads.wait_over(read)
+        self._reads.wait_over(read, go_on)
         if after is _UNKNOWN:
             self._slab.drain()
             after = None
@@ -444,9 +451,15 @@ def _memory(count: int) -> np.ndarray:
 
 
 def _release(
-    reads: DiskReads, driver: Cuda | None, registered: list[int], buffers: list[np.ndarray]
+    end_reads: Callable[[], None],
+    driver: Cuda | None,
+    registered: list[int],
+    buffers: list[np.ndarray],
 ) -> None:
-    """Let the reads end, then the device, take the locks off, and let the memory go."""
-    reads.close()
+    """End the reads and wait for the device, take the locks off, and let the memory go.
+
+    A read that nobody waited for has its memory from here on alone.
+    """
+    end_reads()
     release(driver, registered)
     buffers.clear()

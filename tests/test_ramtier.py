@@ -15,6 +15,7 @@ import time
 from collections import deque
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -541,6 +542,36 @@ def test_cancel_takes_effect_while_a_read_is_waited_for(pack, parts, monkeypatch
     store.tier.close()
 
 
+def test_cancel_reaches_a_demand_whose_victim_waits_for_a_place_to_keep(pack, parts, monkeypatch):
+    """Which is being written to, by a read that was given up."""
+    store = make_store(pack, 6, 1, bypass=False)
+    tier, run, read, go_on = store.tier, Run(pack, store), pack.read_expert, threading.Event()
+    victim, looks = (0, 1), []
+    read(*victim, store._slab._rows[0])
+
+    def held_up(*args):
+        assert go_on.wait(60)
+        read(*args)
+
+    def late():
+        looks.append(1)
+        if len(looks) == 3:
+            raise LookupError
+
+    monkeypatch.setattr(pack, "read_expert", held_up)
+    started = time.perf_counter()
+    for key, leaving in (((0, 0), None), ((0, 2), victim)):
+        looks.clear()
+        with pytest.raises(LookupError):
+            tier.fill(key, 0, leaving, late, urgent=True)
+    assert time.perf_counter() - started < 30
+    go_on.set()
+    assert tier.fill((0, 2), 0, victim, lambda: None, urgent=True)
+    run.check_places()
+    assert tier._places.is_filled((0, 2)) and store.counters.ram_returns == 1
+    tier.close()
+
+
 def test_a_read_given_up_before_it_began_hides_no_writer(pack, parts, monkeypatch):
     """The one before it still writes to the place, which goes to a third."""
     monkeypatch.setattr(diskreads, "READERS", 2)
@@ -601,7 +632,8 @@ def test_kind_l_o36_ctrl_c_while_a_read_begins_holds_up_no_other(pack, parts, mo
     while not seen:
         time.sleep(0.001)
     with monkeypatch.context() as patch:
-        patch.setattr(tier._reads._threads, "submit", struck)
+        asked = SimpleNamespace(put=struck, get=tier._reads._asked.get)
+        patch.setattr(tier._reads, "_asked", asked)
         with pytest.raises(KeyboardInterrupt):
             tier.fill((0, 1), 1, None, lambda: None, urgent=True)
     thread.join()
