@@ -243,6 +243,9 @@ class RamTier:
         """
         try:
             if victim is not None:
+                with self._lock:
+                    if self._places.place(key) is not None:  # which the victim must not take
+                        self._places.held.setdefault(key, key)
                 self._keep(victim, slot, key, go_on if urgent else lambda: None)
             place, read = self._hold(key, go_on, urgent)
             if place is None:

@@ -572,6 +572,28 @@ def test_cancel_reaches_a_demand_whose_victim_waits_for_a_place_to_keep(pack, pa
     tier.close()
 
 
+def test_what_a_prefetch_copies_from_its_place_does_not_lose_it_to_what_leaves_the_slot(pack):
+    """Though it was used longest ago."""
+    store = make_store(pack, 2, 2)
+    tier, run, wanted, other, victim = store.tier, Run(pack, store), (0, 0), (0, 1), (0, 2)
+    used = tier._places._last_used
+    for age, key in enumerate((wanted, other)):
+        used[key] = age
+        assert tier.fill(key, 0, None, lambda: None, urgent=True)
+        tier._places.lost_slot(key)
+    pack.read_expert(*victim, store._slab._rows[0])
+    used[victim] = 9
+    before = store.counters.copy()
+    assert tier.fill(wanted, 0, victim, lambda: None, urgent=False)
+    grown = store.counters.since(before)
+    assert (grown.ram_hits, grown.ram_returns, grown.disk_bytes) == (1, 1, 0)
+    assert tier._places.is_filled(victim) and tier._places.place(other) is None
+    run.read(*wanted, store._slab.address(0))
+    run.check_places()
+    assert not tier._places.held
+    tier.close()
+
+
 def test_a_read_given_up_before_it_began_hides_no_writer(pack, parts, monkeypatch):
     """The one before it still writes to the place, which goes to a third."""
     monkeypatch.setattr(diskreads, "READERS", 2)
