@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spmoe_lite import decoder, drafting
+from spmoe_lite import decoder, drafting, graphs
 from spmoe_lite.config import SamplingParams
 from spmoe_lite.converters import convert
 from spmoe_lite.engine import Engine
@@ -298,6 +298,33 @@ def test_numbers_that_are_none_raise_and_the_step_ahead_is_forgotten(pair, plain
         begun = len(answer.result.token_ids)
         assert answer.result.token_ids == plain[:begun] and begun >= 4
         assert engine.generate(PROMPT, max_tokens=50).result.token_ids == plain
+
+
+@pytest.mark.parametrize("eagerness", [0.0, 0.5])
+def test_a_pass_waits_for_the_copies_ahead(pair, plain, monkeypatch, eagerness):
+    """Copies that run when somebody waits for them, or when `random` says so."""
+    without_gpu(monkeypatch)
+    draw, waiting = random.Random(2), []
+
+    class Stream(torch.cuda.Stream):
+        def wait_event(self, event):
+            if event is stepping._fetched:
+                while waiting:
+                    waiting.pop(0)()
+
+    def dawdle(*arguments):
+        waiting.append(lambda: fetch(*arguments))
+        if draw.random() < eagerness:
+            waiting.pop(0)()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    with load(pair, "noisy", slots=13) as engine:
+        stepping = engine.decoder.graphs
+        monkeypatch.setattr(graphs, "fetch", dawdle)
+        assert engine.generate(PROMPT, max_tokens=50).result.token_ids == plain
+        counters = engine.counters
+        assert counters.prefetch_late + counters.prefetch_dropped > 0
+        assert (counters.prefetch_useful > 0) == (eagerness > 0) and not waiting
 
 
 def test_captured_steps_say_what_was_predicted(pair, monkeypatch, tmp_path):
