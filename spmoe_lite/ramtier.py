@@ -110,8 +110,8 @@ class Places:
         self._doubles.pop(key, None)
         self.held.pop(key, None)
 
-    def settle(self, going_on: ExpertKey | None) -> list[ExpertKey]:
-        """Only what the fill of `going_on` holds is held; returns whom that cost an unfilled place."""
+    def settle(self, going_on: ExpertKey | None) -> None:
+        """Only what the fill of `going_on` holds is held, and any other unfilled place is free."""
         self.held = {k: by for k, by in self.held.items() if by is not None and by == going_on}
         lost = [key for key in self._unfilled if key not in self.held]
         for key in lost:
@@ -121,7 +121,6 @@ class Places:
         taken = set(self._place_of.values())
         self._free = [place for place in range(self._count)[::-1] if place not in taken]
         self._sort()
-        return lost
 
     def got_slot(self, key: ExpertKey) -> None:
         """The expert has a slot as well."""
@@ -281,9 +280,10 @@ class RamTier:
     def settle(self, going_on: ExpertKey | None) -> None:
         """After a pass that was cut short: only the fill of `going_on` holds or reads anything."""
         with self._lock:
+            for key in list(self._reading):  # before its place is free
+                if going_on is None or self._places.held.get(key) != going_on:
+                    self._stop_reading(key)
             self._places.settle(going_on)
-            for key in [key for key in self._reading if key not in self._places.held]:
-                self._stop_reading(key)
 
     def close(self) -> None:
         """Wait for the reads and the device, take every lock off, give the memory back. Idempotent."""

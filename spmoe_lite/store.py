@@ -28,10 +28,11 @@ import numpy as np
 import torch
 
 from spmoe_lite.device import host_buffer
+from spmoe_lite.diskreads import LOOK_SECONDS
 from spmoe_lite.hostmap import HostMap
 from spmoe_lite.pack import Pack
 from spmoe_lite.progress import OnProgress, Progress, check
-from spmoe_lite.ramtier import LOOK_SECONDS, RamTier
+from spmoe_lite.ramtier import RamTier
 from spmoe_lite.slab import DeviceSlab, GoOn, HostSlab
 from spmoe_lite.slots import ExpertKey, SlotTable
 from spmoe_lite.stats import Counters

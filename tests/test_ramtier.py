@@ -918,6 +918,52 @@ def test_kind_l_o36_ctrl_c_while_reads_are_given_up_lets_none_go_on(pack, parts,
     assert moment > 50
 
 
+def test_kind_l_o36_ctrl_c_while_places_are_settled_frees_none_that_will_be_read_to(
+    pack, parts, monkeypatch
+):
+    """The prefetch worker goes on meanwhile, and keeps an expert in a place that is free."""
+    monkeypatch.setattr(diskreads, "READERS", 1)
+    read, victim, moment, strike = pack.read_expert, (2, 7), 0, None
+
+    while strike is None or strike.struck:
+        store, moment, go_on, begun = make_store(pack, 6, 2, bypass=False), moment + 1, [], []
+        tier, run = store.tier, Run(pack, store)
+
+        def held_up(*args, go_on=go_on, begun=begun):
+            begun.append(1)
+            while not go_on:
+                time.sleep(0.0005)
+            read(*args)
+
+        def work(tier=tier):
+            with suppress(LookupError):
+                tier.fill((2, 6), 0, victim, late, urgent=False)
+
+        def late(looks=[]):  # noqa: B006
+            looks.append(1)
+            if len(looks) % 50 == 0:
+                raise LookupError
+
+        read(*victim, store._slab._rows[0])
+        monkeypatch.setattr(pack, "read_expert", held_up)
+        tier._places._free = [0, 1]
+        tier.read_ahead([(0, 0), (0, 1)])  # one part of the first is under way, the second waits
+        while not begun:
+            time.sleep(0.0005)
+        with Interrupt(moment, MINE) as strike:
+            tier.settle(None)
+        worker = threading.Thread(target=work)
+        worker.start()
+        worker.join(0.01)
+        go_on.append(1)
+        worker.join(20)
+        tier.settle(None)
+        tier._reads.close()
+        run.check_places()
+        tier.close()
+    assert moment > 20
+
+
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signal to one thread here")
 def test_kind_l_o36_ctrl_c_while_a_waiter_wakes_up_frees_nobody_s_lock(pack):
     store, me, failed = make_store(pack, 2, 2), threading.get_ident(), []
