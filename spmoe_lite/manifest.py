@@ -180,6 +180,16 @@ def stored_as(name: str, dtype: str, shape: tuple[int, ...]) -> list[tuple[str, 
     ]
 
 
+def dense_sizes(config: ModelConfig, dtypes: Dtypes) -> dict[str, int]:
+    """Bytes of the dense tensors, by dtype."""
+    sizes = dict[str, int]()
+    for name, shape in dense_shapes(config).items():
+        dtype = dtypes.of(name)
+        entries = stored_as(name, dtype, shape)
+        sizes[dtype] = sizes.get(dtype, 0) + sum(entry.size for _, entry in entries)
+    return sizes
+
+
 def dense_entries(config: ModelConfig, dtypes: Dtypes) -> dict[str, Tensor]:
     """Every entry of dense.safetensors, in the order of the file; `start` has no meaning."""
     return {

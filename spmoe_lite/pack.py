@@ -134,12 +134,7 @@ class Pack:
 
     def dense_sizes(self) -> dict[str, int]:
         """The same by dtype."""
-        sizes: dict[str, int] = {}
-        for name, shape in m.dense_shapes(self.config).items():
-            dtype = self.dtypes.of(name)
-            parts = m.stored_as(name, dtype, shape)
-            sizes[dtype] = sizes.get(dtype, 0) + sum(part.size for _, part in parts)
-        return sizes
+        return m.dense_sizes(self.config, self.dtypes)
 
     def expert_count(self) -> int:
         """Layers times experts; 0 for a dense model."""

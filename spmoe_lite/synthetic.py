@@ -33,7 +33,7 @@ import shutil
 import tempfile
 import threading
 import zlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -172,12 +172,12 @@ class Pair:
         """Of both packs, links counted once; but for headers and tokenizers."""
         experts = self.expert_bytes // self.target.num_hidden_layers * self.distinct
         models = self.target, self.draft
-        return experts + sum(_dense_sizes(c, self.dtypes).total() for c in models)
+        return experts + sum(sum(m.dense_sizes(c, self.dtypes).values()) for c in models)
 
     @property
     def target_size(self) -> ModelSize:
         """What the memory plan will read in the target's headers."""
-        dense = _dense_sizes(self.target, self.dtypes)
+        dense = m.dense_sizes(self.target, self.dtypes)
         return ModelSize(self.target, self.dtypes, dense, _stride(self.target, self.dtypes))
 
     def __str__(self) -> str:
@@ -397,15 +397,6 @@ def _texts(vocab: int) -> dict[str, bytes]:
 def _stride(config: ModelConfig, dtypes: Dtypes) -> int:
     assert dtypes.experts is not None
     return expert_layout(dtypes.experts, config.hidden_size, config.intermediate_size).stride
-
-
-def _dense_sizes(config: ModelConfig, dtypes: Dtypes) -> Counter[str]:
-    """Bytes of dense tensors by dtype."""
-    sizes = Counter[str]()
-    for name, shape in dense_shapes(config).items():
-        parts = m.stored_as(name, dtypes.of(name), shape)
-        sizes[dtypes.of(name)] += sum(part.size for _, part in parts)
-    return sizes
 
 
 def _bytes(weight: Weight) -> int:

@@ -152,11 +152,17 @@ def record_captured(engine: Any, label: str, answer: Callable[[], object]) -> Ti
     most = max((len(found.proposal) for found in steps), default=0)
     last = [found for found in steps if len(found.proposal) == most and found.missed is not None]
     copy_ms = engine.plan.slot_bytes / engine.plan.read_rate * 1e3
-    return Timeline(f"{label}, captured", tuple(_reckoned(last[-1], copy_ms))) if last else None
+    start = graphs.layers_ahead / len(engine.decoder.target.blocks)
+    return (
+        Timeline(f"{label}, captured", tuple(_reckoned(last[-1], copy_ms, start))) if last else None
+    )
 
 
-def _reckoned(found: Found, copy_ms: float) -> Iterator[Span]:
-    """Passes as measured; each layer waits for what it misses, copies ahead begin after the first draft."""
+def _reckoned(found: Found, copy_ms: float, start: float) -> Iterator[Span]:
+    """Passes as measured; each layer waits for what it misses; copies ahead begin within the first draft.
+
+    start: the share of a draft pass after which its predictions are there.
+    """
     assert found.missed is not None and found.fetched is not None
     drafts, misses = len(found.proposal), found.missed.sum(axis=1).tolist()
     draft_ms, verify_ms = found.draft_ms, found.verify_ms
@@ -172,7 +178,7 @@ def _reckoned(found: Found, copy_ms: float) -> Iterator[Span]:
             yield Span("wait", at, at + missed * copy_ms)
             yield Span("demand", at, at + missed * copy_ms)
         at += missed * copy_ms + layer_ms
-    at = draft_ms / max(1, drafts)
+    at = start * draft_ms / max(1, drafts)
     for _ in found.fetched:
         yield Span("ahead", at, at + copy_ms)
         at += copy_ms
