@@ -328,6 +328,8 @@ def main() -> None:
         def show(name: str, row: dict) -> None:
             results[name] = row
             print(name, json.dumps(rounded(row)), flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(results, indent=1) + "\n")
 
         traces: dict[int, list[np.ndarray]] = {0: [], drafts: []}
         if "resident" not in args.skip:
@@ -366,8 +368,6 @@ def main() -> None:
                     show(f"slots {slots} T={drafts + 1}, {how}", row)
                 del graphs
                 torch.cuda.empty_cache()
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
