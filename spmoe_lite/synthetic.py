@@ -8,6 +8,8 @@ everything else takes as any other:
     feed-forward parts, experts          so small (GAIN) that they turn the residual stream little: the
                                          draft's states point at the target's experts, its tokens at the
                                          target's tokens
+    attention's output                   smaller still: it is nearly the same for every position, and would
+                                         have the text repeat a token and every token take the same experts
     routers                              random: routing is near uniform, the hard case for any cache
 
 Codes and scales are random words whose exponents are set; nothing is quantised, so that writing is bound by
@@ -61,6 +63,7 @@ from spmoe_lite.verifier import Verdict
 SEED = 0
 PREFIX = "spmoe-synthetic-"  # of a pair's folder
 GAIN = 0.3  # of feed-forward matrices: output over input of a product, root mean square; else 1
+ATTENTION_GAIN = 0.1  # of the matrix behind attention
 ROUTER_GAIN = 1.5
 DISTINCT_BYTES = 2 << 30  # of experts, at least
 AHEAD = 4  # tensors made while one is written
@@ -324,6 +327,8 @@ def _gain(name: str, columns: int) -> float:
         return math.sqrt(columns)  # rows are what is added up: each of about one
     if name.endswith("router.weight"):
         return ROUTER_GAIN
+    if name.endswith("o_proj.weight"):
+        return ATTENTION_GAIN
     return GAIN if name.split(".")[-2] in ("gate_proj", "up_proj", "down_proj") else 1.0
 
 

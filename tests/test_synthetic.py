@@ -93,7 +93,8 @@ def test_the_draft_s_states_point_at_the_target_s_experts(packs):
         result = engine.generate("The quick brown fox", max_tokens=48).result
     counters = result.stats.counters
     assert counters.predicted_used > 0.9 * counters.predicted > 0
-    assert result.stats.acceptance > 0.8 and result.finish_reason == "length"
+    assert result.stats.acceptance > 0.6 and result.finish_reason == "length"
+    assert len(set(result.token_ids)) > 20  # as varied as 512 tokens allow, not one again and again
     assert len(Counter(result.token_ids)) > 3
 
 
