@@ -104,10 +104,10 @@ class Places:
         self.held.pop(key, None)
 
     def drop(self, key: ExpertKey) -> None:
-        """Free the place."""
+        """Free the place. Ctrl-C leaves no double without one, and no unfilled place that is not said to be."""
+        self._doubles.pop(key, None)
         self._free.append(self._place_of.pop(key))
         self._unfilled.discard(key)
-        self._doubles.pop(key, None)
         self.held.pop(key, None)
 
     def settle(self, going_on: ExpertKey | None) -> None:

@@ -835,6 +835,29 @@ def test_kind_l_o36_ctrl_c_while_it_is_made_leaves_nothing_locked(pack, monkeypa
     assert moment > 50
 
 
+def test_kind_l_o36_ctrl_c_while_a_place_is_taken_misleads_nobody():
+    """The other thread may take one before `settle` has been here."""
+    moment, strike = 0, None
+    while strike is None or strike.struck:
+        places, moment = Places(2, {}), moment + 1
+        for expert in range(2):
+            places.take((0, expert), None)
+            places.filled((0, expert))
+            places.got_slot((0, expert))
+            places.release((0, expert))
+        with Interrupt(moment, MINE) as strike:
+            places.take((1, 0), None)
+        others = [
+            (2, expert) for expert in range(2) if places.take((2, expert), (2, 0)) is not None
+        ]
+        assert others and not any(places.is_filled(key) for key in [(1, 0), *others])
+        places.settle((2, 0))
+        taken = [places.place(key) for key in [(0, 0), (0, 1), (1, 0), *others]]
+        taken = [place for place in taken if place is not None]
+        assert sorted(taken + places._free) == [0, 1], strike.where
+    assert moment > 5
+
+
 @pytest.mark.parametrize("slots, places", [(2, 2), (6, 5)])
 def test_kind_l_o36_ctrl_c_at_any_moment_of_a_pass_spoils_no_byte(pack, monkeypatch, slots, places):
     ids = [[[0, 1], [5, 2]], [[4, 3]], [[0, 1]]]
