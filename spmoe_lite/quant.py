@@ -152,14 +152,13 @@ def _fit(
     if scheme.bits == 8:
         scale = torch.maximum(most, -least) / 127
         return _storable(scale, scheme), torch.full_like(scale, scheme.middle)
-    codes, product = torch.empty_like(groups), torch.empty_like(groups)
+    codes = torch.empty_like(groups)
 
     def project(scale: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The cosine between weights and codes, times |weights|, and the scale that fits best."""
         _codes(groups, scale, zero, scheme, codes)
-        dot = torch.mul(codes, groups, out=product).sum(1, True)
         norm = torch.linalg.vector_norm(codes, dim=1, keepdim=True).clamp_(min=1)
-        cosine = dot / norm
+        cosine = codes.mul_(groups).sum(1, True) / norm  # in place: less memory is in work
         return cosine.abs(), cosine / norm
 
     if scheme.zeros:
