@@ -342,10 +342,14 @@ class ExpertStore:
 
     def _use(self, experts: list[int], slots: list[int]) -> torch.Tensor:
         self._slab.wait_filled(slots)
-        use = host_buffer((len(experts), 3), torch.int64)
         lines = [(e, self._slab.address(s), 0) for e, s in zip(experts, slots, strict=True)]
-        use.copy_(torch.tensor(lines, dtype=torch.int64))
-        return use.to(self._device, non_blocking=True)
+        use = torch.tensor(lines, dtype=torch.int64)
+        if self._device.type == "cpu":
+            return use
+        sent = host_buffer(
+            (len(lines), 3), torch.int64
+        )  # from others a copy would wait for experts
+        return sent.copy_(use).to(self._device, non_blocking=True)
 
     def _give_back(self, layer: int, experts: list[int]) -> None:
         keys = [(layer, expert) for expert in experts]

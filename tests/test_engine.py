@@ -24,7 +24,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spmoe_lite import Engine, SamplingParams
+from spmoe_lite import Engine, SamplingParams, device
 from spmoe_lite.converters import convert
 from spmoe_lite.errors import (
     BusyError,
@@ -80,6 +80,13 @@ def test_pieces_add_up_to_the_result(engine):
     assert answer.result.completion_tokens == len(answer.result.token_ids) == 24
     assert answer.result.finish_reason == "length"
     assert list(answer) == []  # exhausted, and says so again
+
+
+def test_an_answer_on_the_cpu_warns_of_nothing(packs, caplog, monkeypatch):
+    monkeypatch.setattr(device, "_said_unpinned", threading.Event())  # which is said once a process
+    with Engine.load(*packs, device="cpu", slots=6, cutoff=3) as engine:
+        assert engine.generate(PROMPT, max_tokens=20).result.stats.counters.loads > 0
+    assert caplog.messages == []
 
 
 def test_result_runs_what_was_not_read(engine):
