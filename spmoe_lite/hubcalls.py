@@ -268,7 +268,7 @@ def explain(error: BaseException, repo_id: str, revision: str, hint: str) -> Spm
     if isinstance(error, errors.HFValidationError):
         return NotFoundError(f"'{repo_id}@{revision}' is not a hub id; write ORG/NAME")
     cache = Path(constants.HF_HUB_CACHE)
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return CapacityError(
             f"no space left for {repo_id} in {cache}; free some or set HF_HUB_CACHE"
         )

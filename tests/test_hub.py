@@ -669,13 +669,21 @@ def test_the_cache_cannot_be_written(
         get().fetch_text()
     assert "HF_HUB_CACHE" in one_line(error) and error.value.exit_code == 1
 
+
+@pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_and_a_spent_quota_read_alike(
+    hub: StubHub, monkeypatch: pytest.MonkeyPatch, reason: int
+) -> None:
     def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(reason, os.strerror(reason))
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", full)
     with pytest.raises(CapacityError) as error:
         get().fetch_text()
-    assert "no space" in one_line(error)
+    folder = spmoe_hub.cache_folder()
+    assert one_line(error) == (
+        f"no space left for acme/tiny in {folder}; free some or set HF_HUB_CACHE"
+    )
 
 
 # -- cancel
