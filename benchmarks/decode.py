@@ -136,7 +136,7 @@ class Store:
     """What `StepGraphs.enter` asks of the engine's store."""
 
     def __init__(self, table: SlotTable, base: int):
-        self.table, self.base = table, base
+        self.table, self.base, self.places = table, base, table.places
 
 
 def scale_views(blob: torch.Tensor, shape) -> list[torch.Tensor]:

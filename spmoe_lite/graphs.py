@@ -345,7 +345,7 @@ class StepGraphs:
         age = np.full((layers, experts), -1, dtype=np.int32)
         src = self._host.copy()
         for layer in range(layers):
-            for place, (slot, expert) in enumerate(table.places(layer)):
+            for place, (slot, expert) in enumerate(store.places(layer)):
                 slots[layer, place] = base + slot * self._stride
                 who[layer, place] = EMPTY if expert is None else expert
                 if expert is not None:
@@ -381,7 +381,7 @@ class StepGraphs:
                 for address in row
                 if address
             ]
-        table.put(residents)
+        table.put(one for one in residents if one[0] < table.num_slots)  # what landed is let go
         self._inside = False
 
     # --- what is captured -----------------------------------------------------------------------

@@ -416,7 +416,7 @@ class Loader:
                     reason = "fewer slots than a token needs" if few else f"--policy {table.policy}"
                 parts.notices.append(f"steps are driven by the host: {reason}")
                 return None
-            share = max(len(table.places(layer)) for layer in range(len(host)))
+            share = max(len(store.places(layer)) for layer in range(len(host)))
             tables = Tables.make(
                 host,
                 torch.zeros((len(host), share), dtype=torch.int64, device=parts.device),

@@ -15,6 +15,7 @@ puts the table right. Nothing but `end_pass` changes recency, and only for accep
 pass of so many rows on a GPU that every expert is as good as sure to be chosen. The host orders the whole
 pass at once; what has no slot passes through landing slots, which take turns over all layers, so that the
 bus carries the next layer's experts while this one is computed, and no slot of decoding loses what it holds.
+Between prompts captured steps have the landing slots, one for each of the first layers.
 """
 
 from __future__ import annotations
@@ -243,6 +244,13 @@ class ExpertStore:
             for layer in range(c.num_hidden_layers)
         ]
         return None if any(None in row for row in rows) else torch.tensor(rows, dtype=torch.int64)
+
+    def places(self, layer: int) -> list[tuple[int, int | None]]:
+        """The slots that captured steps may use for a layer, and who is in them.
+
+        A landing slot more for each of the first layers: nothing lands while the device has the slots.
+        """
+        return [*self.table.places(layer), *((slot, None) for slot in self._landing[layer:][:1])]
 
     @property
     def base(self) -> int:

@@ -78,7 +78,7 @@ def capture(engine, critical: int = 2) -> StepGraphs:
         store._host = HostMap(engine.target_pack, torch.device("cpu"))
         engine._parts.host_memory = store._host
         host = store.host_addresses()
-        share = max(len(store.table.places(layer)) for layer in range(len(host)))
+        share = max(len(store.places(layer)) for layer in range(len(host)))
         slots = torch.zeros((len(host), share), dtype=torch.int64)
         tables = Tables.make(host, slots, (decoder.length.most, len(host), critical))
         predictor = ExpertPredictor(decoder.target, critical)

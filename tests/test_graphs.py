@@ -13,6 +13,7 @@ import torch
 from spmoe_lite import decoder, drafting, graphs
 from spmoe_lite.config import SamplingParams
 from spmoe_lite.converters import convert
+from spmoe_lite.cutoff import Drift, Profile
 from spmoe_lite.engine import Engine
 from spmoe_lite.errors import SpmoeError
 from spmoe_lite.graphs import (
@@ -27,8 +28,10 @@ from spmoe_lite.graphs import (
 from spmoe_lite.hostmap import HostMap
 from spmoe_lite.kernels.residency import Tables, credit, fetch, stage
 from spmoe_lite.sampling import Sampler
+from spmoe_lite.slab import make_slab
 from spmoe_lite.slots import SlotTable
 from spmoe_lite.stats import in_words
+from spmoe_lite.store import ExpertStore
 from spmoe_lite.trace import read_trace
 from spmoe_lite.verifier import verify
 from tests import tiny
@@ -148,6 +151,8 @@ def load(pair, draft=None, **options):
     draft = None if draft is None else pair[draft]
     options = {"device": "cpu", "slots": 9, "cutoff": 2, "prefetch": False} | options
     engine = Engine.load(pair["target"], draft, **options)
+    # What is copied ahead must be the same however fast this machine is just now.
+    engine.decoder.drift = Drift(Profile(0.2, 1.0, 1.0), weight=0.0)
     capture(engine)
     return engine
 
@@ -325,6 +330,36 @@ def test_a_pass_waits_for_the_copies_ahead(pair, plain, monkeypatch, eagerness):
         counters = engine.counters
         assert counters.prefetch_late + counters.prefetch_dropped > 0
         assert (counters.prefetch_useful > 0) == (eagerness > 0) and not waiting
+
+
+def with_landing(count):
+    class Store(ExpertStore):
+        def __init__(self, *args):
+            super().__init__(*args[:5], None, count)
+
+    class Landing(Engine):
+        make_store = Store
+        make_slab = staticmethod(lambda slots, *rest: make_slab(slots + count, *rest))
+
+    return Landing
+
+
+def test_landing_slots_serve_the_first_layers_between_prompts(pair, plain, monkeypatch):
+    without_gpu(monkeypatch)
+    loads = {}
+    for count in (0, 2):
+        options = {"device": "cpu", "slots": 6, "prefetch": False}
+        with with_landing(count).load(pair["target"], pair["noisy"], **options) as engine:
+            stepping, store = capture(engine), engine.decoder.store
+            for _ in range(2):
+                assert engine.generate(PROMPT, max_tokens=50).result.token_ids == plain
+                sizes = (stepping.tables.slots != 0).sum(1).tolist()
+                assert sizes == ([3, 3, 2] if count else [2, 2, 2])
+                stepping.leave(store)
+                residents = store.table.residents()
+                assert 0 < len(residents) <= 6 > max(map(store.table.slot, residents))
+            loads[count] = engine.counters.loads
+    assert loads[2] < loads[0]
 
 
 def test_captured_steps_say_what_was_predicted(pair, monkeypatch, tmp_path):
