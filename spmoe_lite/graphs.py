@@ -392,7 +392,8 @@ class StepGraphs:
         start, number = self._param(START), self._param(NUMBER)
         if rows == 2:
             number.zero_()
-            self._param(OVER).zero_()
+            if self._predictor is not None:
+                self._param(OVER).zero_()
         ids = params[IDS : IDS + 2] if rows == 2 else self._newest
         at, index = start - 1 if rows == 2 else start + number, number.long()
         predicted: list[torch.Tensor] = []

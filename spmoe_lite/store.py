@@ -354,9 +354,8 @@ class ExpertStore:
         use = torch.tensor(lines, dtype=torch.int64)
         if self._device.type == "cpu":
             return use
-        sent = host_buffer(
-            (len(lines), 3), torch.int64
-        )  # from others a copy would wait for experts
+        # From pageable memory it would wait for the bus behind whole experts.
+        sent = host_buffer((len(lines), 3), torch.int64)
         return sent.copy_(use).to(self._device, non_blocking=True)
 
     def _give_back(self, layer: int, experts: list[int]) -> None:
