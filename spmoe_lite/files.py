@@ -25,7 +25,7 @@ LOCK = ".lock"
 
 log = logging.getLogger("spmoe_lite")
 AGAIN = "free some space and run the same command again"
-_DISK_FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
+DISK_FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
 
 def open_confined(folder: Path, name: str) -> FileIO:
@@ -124,7 +124,7 @@ def making(what: str, remedy: str) -> Iterator[None]:
 def disk_error(error: OSError, path: Path | str, verb: str) -> SpmoeError:
     """What the operating system said about `path`, as one line with the remedy."""
     text = error.strerror or type(error).__name__
-    if error.errno in _DISK_FULL:
+    if error.errno in DISK_FULL:
         return DiskFull(f"cannot {verb} {path} ({text})")
     if error.errno == errno.EFBIG:
         return CapacityError(

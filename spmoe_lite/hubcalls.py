@@ -7,7 +7,6 @@ Xet transfers swallow an exception raised by the progress bar, so a cancelled on
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import re
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from spmoe_lite.errors import CapacityError, NetworkError, NotFoundError, SpmoeError
+from spmoe_lite.files import DISK_FULL
 from spmoe_lite.progress import OnProgress, Progress, check
 
 log = logging.getLogger("spmoe_lite")
@@ -268,7 +268,7 @@ def explain(error: BaseException, repo_id: str, revision: str, hint: str) -> Spm
     if isinstance(error, errors.HFValidationError):
         return NotFoundError(f"'{repo_id}@{revision}' is not a hub id; write ORG/NAME")
     cache = Path(constants.HF_HUB_CACHE)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
         return CapacityError(
             f"no space left for {repo_id} in {cache}; free some or set HF_HUB_CACHE"
         )
