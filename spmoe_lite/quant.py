@@ -190,6 +190,8 @@ def _codes(
 ) -> torch.Tensor:
     """The nearest codes, less their zero, in floats: [G, group], written to `out`."""
     torch.mul(groups, 1 / scale, out=out).round_()
+    if not scheme.zeros:
+        return out.clamp_(-scheme.middle, scheme.middle - 1)
     torch.maximum(out, -zero, out=out)
     return torch.minimum(out, 2 * scheme.middle - 1 - zero, out=out)
 
