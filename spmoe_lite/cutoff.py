@@ -3,10 +3,10 @@
 SP-MoE (arXiv 2510.10302, cutoff model): prefetch target layers 0 .. L-1 with the largest L such that
     L k t_IO <= T_draft   (the copies end before drafting does)   and   L k S <= free slots.
 Refined: experts that are resident cost nothing, so k becomes the number of copies a layer is expected
-to need; and layer l is needed only when the verify pass reaches it, l t_layer after drafting has ended,
-so every layer has its own deadline. The last layer may have only a part of its copies made. Where the
-device decides (`graphs.py`) copies end with the drafting: `copies_queued` bounds them, and the cutoff is
-the layer in which they run out. Pure arithmetic on a `Profile`.
+to need. The last layer may have only a part of its copies made. Nothing is copied ahead once the target's
+pass has begun, though its later layers could still have waited: misses keep the bus busy then. Where the
+device decides (`graphs.py`), `copies_queued` bounds the copies instead, and the cutoff is the layer in
+which they run out. Pure arithmetic on a `Profile`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def cutoff_layer(
     drafting_ms = num_draft_tokens * profile.draft_token_ms
     busy_ms, layers = 0.0, 0
     for layer in range(min(num_layers, int(free_slots / copies_per_layer))):
-        if busy_ms + profile.expert_copy_ms > drafting_ms + layer * profile.target_layer_ms:
+        if busy_ms + profile.expert_copy_ms > drafting_ms:
             break
         busy_ms += copies_per_layer * profile.expert_copy_ms
         layers = layer + 1

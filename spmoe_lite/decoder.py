@@ -27,6 +27,7 @@ import torch
 
 from spmoe_lite.cutoff import Drift, copies_queued, cutoff_layer, expected_copies
 from spmoe_lite.device import current
+from spmoe_lite.draftgraphs import DraftSteps
 from spmoe_lite.drafting import DraftLength
 from spmoe_lite.errors import CapacityError
 from spmoe_lite.graphs import Found, StepGraphs
@@ -75,7 +76,9 @@ class Decoder:
         critical_experts: int,
         trace: TraceWriter | None = None,
         graphs: StepGraphs | None = None,
+        drafts: DraftSteps | None = None,
     ):
+        """graphs: captured steps; drafts: captured drafts, where the host drives the target."""
         self.target = target
         self.draft = draft
         self.session = session
@@ -89,6 +92,7 @@ class Decoder:
         self._critical_experts = critical_experts
         self._trace = trace
         self.graphs = graphs
+        self.drafts = drafts
         self.verify = verify  # `bench` forces acceptance in its place
         self.watch: OnAttention | None = None  # sees the target's states in passes of few rows
         self.usefulness = Usefulness(counters, late_helps=False)
@@ -140,6 +144,8 @@ class Decoder:
         try:
             with self._device():
                 proposal = self._propose(count, sampler, cancel)
+                if self.prefetcher is not None:
+                    self.prefetcher.end_drafting()
                 check(cancel)
                 rows = pending + proposal
                 logits = self._target_pass(rows, len(proposal) + 1, cancel, on_progress)
@@ -180,10 +186,7 @@ class Decoder:
         started, known, cutoff = time.perf_counter(), len(tokens), self._graph_cutoff(count)
         under_way = graphs.ahead
         if count and under_way is None:
-            kv = session.draft_kv
-            while kv.length < known - 2:  # the prompt, or what plain steps have written
-                check(cancel)
-                self.draft.forward(tokens[kv.length : known - 2][:PREFILL_CHUNK], kv)
+            self._catch_up(known - 2, cancel)
         left = room - count - 1  # at least
         ahead = (  # whatever this step finds, the next one will be as the device makes it from this
             under_way in (None, (count, cutoff))
@@ -267,19 +270,31 @@ class Decoder:
         if self.prefetcher is not None:
             self.last_cutoff = self._cutoff_layer(count)
             self.prefetcher.start_step(self.last_cutoff)
-        observe = None if self.prefetcher is None else self.prefetcher.observe
         known = len(tokens)
         started = time.perf_counter()
-        for _ in range(count):
-            check(cancel)
-            while len(tokens) - kv.length > PREFILL_CHUNK:
-                self.draft.forward(tokens[kv.length :][:PREFILL_CHUNK], kv)
+        if self.drafts is not None and known > 1:
+            self._catch_up(known - 2, cancel)
+            foresee = None if self.prefetcher is None else self.prefetcher.foresee
+            pick = None if sampler.greedy else sampler.pick_row
+            tokens += self.drafts.propose(tokens, count, pick, cancel, foresee)
+            kv.length = known + count - 1
+        else:
+            self._catch_up(known - PREFILL_CHUNK, cancel)
+            observe = None if self.prefetcher is None else self.prefetcher.observe
+            for _ in range(count):
                 check(cancel)
-            logits = self.draft.forward(tokens[kv.length :], kv, on_attention=observe)[0]
-            tokens.append(sampler.pick_row(logits, tokens))
+                logits = self.draft.forward(tokens[kv.length :], kv, on_attention=observe)[0]
+                tokens.append(sampler.pick_row(logits, tokens))
         if known - self.session.prompt_length > 1:  # an answer's first draft also reads the prompt
             self.drift.observe(draft_token_ms=(time.perf_counter() - started) * 1e3 / count)
         return tokens[known:]
+
+    def _catch_up(self, length: int, cancel: threading.Event | None) -> None:
+        """Have the draft read the first `length` tokens: the prompt, or what plain steps have written."""
+        kv, tokens = self.session.draft_kv, self.session.tokens
+        while kv.length < length:
+            check(cancel)
+            self.draft.forward(tokens[kv.length : length][:PREFILL_CHUNK], kv)
 
     def _target_pass(
         self,

@@ -12,11 +12,7 @@ Everything a graph reads is at a fixed address. What changes from step to step, 
 tokens, is `params`, one small copy at the start of a step; proposals stay on the device. The number of
 rows is part of a graph: one for a plain step, one for a step with drafts, captured when the engine loads.
 
-The draft's first pass takes two tokens because after full acceptance its cache is one token behind; where
-it is not, a row is computed again, with the same bits. Nothing here depends on how the sampler chooses:
-where it is not greedy the host reads logits, and writes each proposal.
-
-Where it is greedy the device knows how a step ends. `advance` makes the parameters of the next one from
+The draft's passes are those of `draftgraphs.py`. Where the sampler is greedy the device knows how a step ends. `advance` makes the parameters of the next one from
 it, and the host may enqueue that step before it has read this one: then the GPU never waits for the host.
 If this one turns out to end the answer, the step too many is never read. What it leaves are rows behind
 the end of the caches, which nobody looks at, and slots with other experts in them; `leave` takes those
@@ -34,7 +30,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from spmoe_lite.device import capturing, host_buffer, synchronize
+from spmoe_lite.device import host_buffer, synchronize
+from spmoe_lite.draftgraphs import DraftPasses, Pick, capture
 from spmoe_lite.kernels.residency import (
     EMPTY,
     FILLED,
@@ -166,7 +163,6 @@ class StepGraphs:
         self.most = most
         self.tables = tables
         self._target, self._target_kv = target, target_kv
-        self._draft_model, self._draft_kv = draft, draft_kv
         self._stride, self._num_tokens = stride, num_tokens
         self._predictor = predictor if tables is not None else None
         self.layers_ahead = 0 if self._predictor is None else tables.wanted.shape[1]
@@ -177,7 +173,6 @@ class StepGraphs:
         self._values = self._host_params.numpy()
         self._params = torch.zeros_like(self._host_params, device=device)
         self._queued = self._params[IDS + 3 + most :]
-        self._newest = torch.zeros(1, dtype=torch.int32, device=device)
         if tables is not None:  # reset by the parameters of a step and by its first draft
             self.tables = replace(tables, over=self._param(OVER))
             self._host = tables.host.cpu().numpy()
@@ -202,7 +197,20 @@ class StepGraphs:
             self._finish = {rows: self._capture(self._run_finish, rows) for rows in sizes}
             if self.layers_ahead:
                 fetch(self.tables, stride, 0, 1)  # nothing: it is compiled
-        self._draft = [self._capture(self._run_draft, rows) for rows in (2, 1)] if draft else []
+        self._predictions: list[torch.Tensor] = []  # of the layers seen so far
+        self._draft: DraftPasses | None = None
+        if draft is not None:
+            self._draft = DraftPasses(
+                draft,
+                draft_kv,
+                lambda rows: self._source(draft, rows),
+                start=self._param(START),
+                number=self._param(NUMBER),
+                ids=self._params[IDS : IDS + 2 + most],
+                num_tokens=num_tokens,
+                seen=None if self._predictor is None else self._predict,
+                capture=self._capture,
+            )
 
     def step(
         self,
@@ -210,7 +218,7 @@ class StepGraphs:
         count: int,
         cutoff: int,
         queued: Sequence[int],
-        pick: Callable[[torch.Tensor, list[int]], int] | None,
+        pick: Pick | None,
         cancel: threading.Event | None,
         ahead: bool = False,
         meanwhile: Callable[[], object] = bool,
@@ -264,7 +272,7 @@ class StepGraphs:
         self,
         count: int,
         cutoff: int,
-        pick: Callable[[torch.Tensor, list[int]], int] | None = None,
+        pick: Pick | None = None,
         tokens: Sequence[int] = (),
         cancel: threading.Event | None = None,
     ) -> _Flight:
@@ -274,8 +282,7 @@ class StepGraphs:
         proposal: list[int] = []
         for i in range(count):
             check(cancel)
-            graph, logits = self._draft[i > 0]
-            graph.replay()
+            logits = self._draft.replay(i)
             if cutoff:
                 self._copies.wait_event(self._staged[i > 0])
                 with torch.cuda.stream(self._copies):
@@ -283,8 +290,7 @@ class StepGraphs:
                     self._fetched.record()
             if pick is not None:
                 proposal.append(pick(logits[0], [*tokens, *proposal]))
-                self._newest.fill_(proposal[i])
-                self._params[IDS + 2 + i].fill_(proposal[i])
+                self._draft.put(i, proposal[i])
         drafted.record()
         if cutoff:
             self._param(OVER).fill_(1)
@@ -386,33 +392,17 @@ class StepGraphs:
 
     # --- what is captured -----------------------------------------------------------------------
 
-    def _run_draft(self, rows: int) -> torch.Tensor:
-        """One draft pass over the two newest known tokens, or over the newest proposal."""
-        draft, params = self._draft_model, self._params
-        start, number = self._param(START), self._param(NUMBER)
-        if rows == 2:
-            number.zero_()
-            if self._predictor is not None:
-                self._param(OVER).zero_()
-        ids = params[IDS : IDS + 2] if rows == 2 else self._newest
-        at, index = start - 1 if rows == 2 else start + number, number.long()
-        predicted: list[torch.Tensor] = []
-
-        def predict(layer: int, state: torch.Tensor) -> None:
-            if layer < self.layers_ahead:
-                predicted.append(self._predictor.choose(layer, state[-1:]))
-            if layer + 1 == self.layers_ahead:
-                chosen = torch.cat(predicted)
-                self._predicted.index_copy_(0, index, chosen[None])
-                stage(self.tables, chosen, self._param(CUTOFF), self._queued, number)
-                self._staged[rows == 1].record()
-
-        ahead = predict if self._predictor is not None else None
-        logits = draft.run(ids, self._draft_kv, at, self._source(draft, rows), 1, ahead)
-        self._newest.copy_(logits[0, : self._num_tokens].argmax())
-        params[IDS + 2 :].index_copy_(0, index, self._newest)
-        number.add_(1)
-        return logits
+    def _predict(self, layer: int, state: torch.Tensor, index: torch.Tensor, first: bool) -> None:
+        """In each layer of a draft pass: what it names is staged once the last one ahead was seen."""
+        if layer == 0 and first:
+            self._param(OVER).zero_()
+        if layer < self.layers_ahead:
+            self._predictions.append(self._predictor.choose(layer, state))
+        if layer + 1 == self.layers_ahead:
+            chosen, self._predictions = torch.cat(self._predictions), []
+            self._predicted.index_copy_(0, index, chosen[None])
+            stage(self.tables, chosen, self._param(CUTOFF), self._queued, self._param(NUMBER))
+            self._staged[not first].record()
 
     def _run_verify(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's pass: logits, and what the report says of it, int32."""
@@ -441,16 +431,11 @@ class StepGraphs:
         credit(self.tables, self._traces[rows], kept, self._param(CLOCK) - kept)
 
     def _capture(self, run: Callable[[int], Any], rows: int) -> tuple[torch.cuda.CUDAGraph, Any]:
+        return capture(run, rows, self._reset, self._pool)
+
+    def _reset(self) -> None:
         self._params.zero_()
         self._param(START).fill_(1)  # where a draft's first pass begins at 0
-        run(rows)  # compiles and loads what the capture must not wait for
-        graph, how = torch.cuda.CUDAGraph(), {"capture_error_mode": "thread_local"}
-        with (
-            capturing,
-            torch.cuda.graph(graph, pool=self._pool, **how),
-        ):  # waits for the device first
-            kept = run(rows)
-        return graph, kept
 
     def _source(self, model: Transformer, rows: int) -> ExpertSource | None:
         if model.source is None:

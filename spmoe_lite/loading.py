@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from spmoe_lite.device import (
     memory_rate,
     synchronize,
 )
+from spmoe_lite.draftgraphs import DraftSteps
 from spmoe_lite.drafting import DraftLength
 from spmoe_lite.errors import (
     CapacityError,
@@ -44,7 +45,7 @@ from spmoe_lite.errors import (
     SpmoeError,
     UsageError,
 )
-from spmoe_lite.graphs import StepGraphs
+from spmoe_lite.graphs import ResidentExperts, StepGraphs
 from spmoe_lite.hostmap import HostMap, default_pin
 from spmoe_lite.kernels.residency import Tables
 from spmoe_lite.kvcache import KVCache
@@ -70,6 +71,7 @@ from spmoe_lite.warmup import warm_up
 DEFAULT_DRAFT_TOKENS = 4
 MAX_DRAFT_TOKENS = 31  # a verify pass of at most 32 rows
 CODES_RATE = 0.4  # of a GPU's memory rate, in products with quantised matrices (docs/log.md)
+T = TypeVar("T")
 LAYERS_AHEAD = 8  # at most, that captured drafts predict for: more never arrives in time
 
 
@@ -312,16 +314,18 @@ class Loader:
                     f"no prefetching: {draft_packs[0].name} has other layers or another width than "
                     f"{target_pack.name}, so its states say nothing to the target's routers"
                 )
-        graphs = None
+        graphs = drafts = None
         if parts.device.type == "cuda":
             torch.cuda.empty_cache()  # of what making the weights has left
             warm_up(parts.device, models, predictor, self.cancel, self.on_progress)
             graphs = self._capture(models, stores, predictor, critical)
+            if graphs is None and draft_kv is not None and self.length.most:
+                drafts = self._capture_drafts(*models[1], stores[1], predictor)
         if predictor is not None and graphs is None:
             assert store is not None
             parts.prefetcher = Prefetcher(store, predictor)
         parts.profile_path = self._profile_path(captured=graphs is not None)
-        known = load_profile(parts.profile_path) or self._first_profile(target, draft)
+        known = load_profile(parts.profile_path) or self._first_profile(target, draft, drafts)
         parts.decoder = Decoder(
             target,
             draft,
@@ -335,6 +339,7 @@ class Loader:
             critical_experts=critical,
             trace=parts.trace,
             graphs=graphs,
+            drafts=drafts,
         )
 
     def _load_model(
@@ -424,43 +429,79 @@ class Loader:
             )
             stride = parts.plan.slot_bytes
         draft, draft_kv = models[1] if len(models) > 1 else (None, None)
+        return self._captured(
+            "steps are",
+            lambda: StepGraphs(
+                target,
+                target_kv,
+                draft,
+                draft_kv,
+                resident=resident,
+                tables=tables,
+                stride=stride,
+                predictor=predictor,
+                most=self.length.most,
+                num_tokens=parts.num_tokens,
+            ),
+        )
+
+    @torch.inference_mode()
+    def _capture_drafts(
+        self,
+        draft: Transformer,
+        kv: KVCache,
+        store: ExpertStore | None,
+        predictor: ExpertPredictor | None,
+    ) -> DraftSteps | None:
+        """Captured drafts, which need nothing of how the target runs; None where they cannot be had."""
+        if kv.capacity < self.length.most + 2:
+            return None
+        layers = self.parts.packs[0].config.num_hidden_layers
+        return self._captured(
+            "drafts are",
+            lambda: DraftSteps(
+                draft,
+                kv,
+                None if store is None else ResidentExperts(store.addresses()),
+                predictor=predictor,
+                layers_ahead=min(layers, LAYERS_AHEAD),
+                most=self.length.most,
+                num_tokens=self.parts.num_tokens,
+            ),
+        )
+
+    def _captured(self, what: str, make: Callable[[], T]) -> T | None:
+        """What `make` captures, or None and a notice; CapacityError where there is no room."""
         try:
-            with current(parts.device):
-                return StepGraphs(
-                    target,
-                    target_kv,
-                    draft,
-                    draft_kv,
-                    resident=resident,
-                    tables=tables,
-                    stride=stride,
-                    predictor=predictor,
-                    most=self.length.most,
-                    num_tokens=parts.num_tokens,
-                )
+            with current(self.parts.device):
+                return make()
         except torch.OutOfMemoryError as error:
             raise CapacityError(
-                f"{parts.device} has no room left for captured steps: lower --vram or --ctx-size"
+                f"{self.parts.device} has no room left for captured steps: lower --vram or --ctx-size"
             ) from error
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
-            parts.notices.append(
-                f"steps are driven by the host: they cannot be captured ({reason})"
+            self.parts.notices.append(
+                f"{what} driven by the host: they cannot be captured ({reason})"
             )
             return None
 
     @torch.inference_mode()
-    def _first_profile(self, target: Transformer, draft: Transformer | None) -> Profile:
+    def _first_profile(
+        self, target: Transformer, draft: Transformer | None, drafts: DraftSteps | None
+    ) -> Profile:
         """A start for the cutoff until real steps correct it: one timed draft pass, and the read rate."""
         plan = self.parts.plan
         copy_ms = plan.slot_bytes / plan.read_rate * 1e3
         if draft is None:
             return Profile(copy_ms, 0.0, 0.0)
-        kv = self._kv_cache(draft, 4)
-        times = []
+        kv, times = self._kv_cache(draft, 4), []
         for _ in range(2):
             started = time.perf_counter()
-            draft.forward([0], kv).sum().item()
+            if drafts is not None:
+                drafts.propose([0, 0], 1, None, None, None)
+            else:
+                draft.forward([0], kv).sum().item()
             times.append((time.perf_counter() - started) * 1e3)
         return Profile(copy_ms, min(times), min(times) / len(target.blocks))
 

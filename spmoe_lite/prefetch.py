@@ -1,9 +1,10 @@
 """Copying the experts that the draft points at, while it is still drafting.
 
-The decode thread calls `observe` for every layer of every draft pass; above the cutoff nothing happens,
-below it the prediction is queued and the call returns. One worker takes predictions in the order of
-their deadlines, which is the order of the layers, and has the store copy what is not resident. What
-belongs to an earlier step is thrown away. An error in the worker is raised again in the decode thread.
+The decode thread calls `observe` for every layer of a draft pass, or `foresee` for a captured one; above
+the cutoff nothing happens, below it the prediction is queued and the call returns. One worker takes what
+was predicted in the order of deadlines, which is the order of the layers, and has the store copy what is
+not resident. That ends with the drafting: a copy begun later holds up the pass, which waits for the bus.
+An error in the worker is raised again in the decode thread.
 
 A prefetch that evicts more than it brings is worse than none: when too few of the last copies were used,
 prefetching pauses for a while and then tries again. Text never depends on any of this.
@@ -16,6 +17,7 @@ import logging
 import math
 import queue
 import threading
+from collections import deque
 from collections.abc import Iterable
 
 import torch
@@ -30,7 +32,7 @@ JUDGED_COPIES = 64  # prefetches looked at together
 LEAST_USEFUL = 0.25  # of them must have been used, or prefetching pauses
 PAUSE_STEPS = 64
 
-_Item = tuple[float, int, int, Prediction | None]  # step, layer, row; without prediction: the end
+_Item = tuple[float, Prediction | None]  # step; without prediction: to be woken for the end
 
 
 class Usefulness:
@@ -100,8 +102,8 @@ class Prefetcher:
     """One worker thread between the draft's states and the target's slots."""
 
     def __init__(self, store: ExpertStore, predictor: ExpertPredictor):
+        self.predictor = predictor
         self._store = store
-        self._predictor = predictor
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()  # Ctrl-C leaves it unlocked
         self._step: float = 0  # infinite once closed
         self._row = -1
@@ -126,23 +128,34 @@ class Prefetcher:
             self._row += 1
         if layer >= self._cutoff:
             return
-        prediction = self._predictor.predict(layer, self._row, state[-1:])
+        self._add(self.predictor.predict(layer, self._row, state[-1:]))
+
+    def foresee(self, row: int, experts: torch.Tensor, arrived: torch.cuda.Event) -> None:
+        """experts [P, k]: what draft pass `row` names for the first layers, on the host after `arrived`."""
+        for layer in range(min(len(experts), self._cutoff)):
+            self._add(Prediction(layer, row, experts[layer : layer + 1], arrived))
+
+    def _add(self, prediction: Prediction) -> None:
         self._predictions.append(prediction)
-        self._queue.put((self._step, layer, self._row, prediction))
+        self._queue.put((self._step, prediction))
 
     def predictions(self) -> list[tuple[int, int, list[int]]]:
         """(layer, row, experts) of the step at hand, once they are on the host."""
         return [(p.layer, p.row, p.wait()) for p in self._predictions]
 
+    def end_drafting(self) -> None:
+        """The target's pass begins: a copy under way goes on, no other one begins."""
+        self._step += 1
+
     def end_step(self) -> None:
         """The pass has run, or will not: what was predicted for it is copied no more."""
-        self._step += 1
+        self.end_drafting()
         self._predictions.clear()  # a plain step has none of its own
 
     def stop(self) -> None:
         """Have the worker end after the copy at hand, without waiting for it."""
         self._step = math.inf
-        self._queue.put((-math.inf, 0, 0, None))
+        self._queue.put((math.inf, None))
 
     def close(self) -> None:
         """Stop the worker and wait for it. Idempotent."""
@@ -151,25 +164,42 @@ class Prefetcher:
         self._error = None  # its traceback leads back here
 
     def _run(self) -> None:
-        waiting: list[_Item] = []
+        coming: deque[_Item] = deque()  # in the order of the passes; perhaps not on the host yet
+        waiting: list[tuple[int, int, int, float]] = []  # layer, rank, expert, step
         while True:
-            if not waiting:
-                waiting.append(self._queue.get())
+            if not (coming or waiting):
+                coming.append(self._queue.get())
             while not self._queue.empty():
-                heapq.heappush(waiting, self._queue.get())
-            step, layer, _, prediction = heapq.heappop(waiting)
-            if prediction is None:
+                coming.append(self._queue.get())
+            if self._step == math.inf:
                 return
-            if step != self._step or self._error is not None:
-                continue
             try:
-                experts = prediction.wait()
-                self._store.expect(layer, experts)
-                for expert in experts:
+                # All that is known is heard before a victim is chosen.
+                while coming and (not waiting or _is_there(coming[0])):
+                    self._hear(*coming.popleft(), waiting)
+                if waiting:
+                    layer, _, expert, step = heapq.heappop(waiting)
                     if step == self._step:
                         self._store.prefetch(layer, expert)
             except Exception as error:  # raised again by start_step, in the caller's thread
                 self._error = error
+                coming.clear()
+                waiting.clear()
+
+    def _hear(
+        self,
+        step: float,
+        prediction: Prediction | None,
+        waiting: list[tuple[int, int, int, float]],
+    ) -> None:
+        """Queue the experts of a prediction of the step at hand."""
+        if prediction is None or step != self._step or self._error is not None:
+            return
+        experts = prediction.wait()
+        self._store.expect(prediction.layer, experts)
+        for i, expert in enumerate(experts):
+            rank = prediction.row * len(experts) + i
+            heapq.heappush(waiting, (prediction.layer, rank, expert, step))
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
@@ -178,3 +208,9 @@ class Prefetcher:
                 raise error
         finally:
             del error  # or it would keep this frame, and the frame the models, in a cycle
+
+
+def _is_there(item: _Item) -> bool:
+    """Whether it can be taken without waiting."""
+    prediction = item[1]
+    return prediction is None or prediction.arrived is None or prediction.arrived.query()

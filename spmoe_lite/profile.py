@@ -105,7 +105,9 @@ def measure(
                 verify = _median_ms(_passer(engine, draft=False, rows=rows, miss_ms=miss_ms))
             begin(3)
             draft = 0.0
-            if decoder.draft is not None:
+            if decoder.drafts is not None:
+                draft = _median_ms(_drafter(engine)) / decoder.length.most
+            elif decoder.draft is not None:
                 draft = _median_ms(_passer(engine, draft=True, rows=1, miss_ms=0.0))
     for kv in (decoder.session.target_kv, decoder.session.draft_kv):
         if kv is not None:
@@ -282,6 +284,20 @@ def _passer(engine: Engine, *, draft: bool, rows: int, miss_ms: float) -> Callab
         if engine.device.type == "cuda":  # there the host orders copies and goes on
             waited = max(waited, seen.loads * miss_ms)
         return waited
+
+    return once
+
+
+def _drafter(engine: Engine) -> Callable[[], float]:
+    """The captured drafts of a step."""
+    decoder, kv = engine.decoder, engine.decoder.session.draft_kv
+    decoder.session.start([0])
+    context = _context(engine, kv.capacity - decoder.length.most)
+    decoder.draft.forward(context, kv)
+
+    def once() -> float:
+        decoder.drafts.propose([*context, 0], decoder.length.most, None, None, None)
+        return 0.0
 
     return once
 

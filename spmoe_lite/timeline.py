@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from spmoe_lite.graphs import Found
-from spmoe_lite.model import Transformer
 from spmoe_lite.policies import HostDriven
 
 KINDS = ("draft", "target", "wait", "demand", "ahead")
@@ -123,9 +122,11 @@ def record(engine: Any, label: str, answer: Callable[[], object]) -> Timeline | 
     decoder = engine.decoder
     store: HostDriven = decoder.store
     log = Log(engine.device, store.is_guess)
-    for kind, model in (("draft", decoder.draft), ("target", decoder.target)):
-        if model is not None:
-            _note_passes(model, kind, log)
+    _note_passes(decoder.target, "run", "target", log)
+    if decoder.drafts is not None:
+        _note_passes(decoder.drafts.passes, "replay", "draft", log)
+    elif decoder.draft is not None:
+        _note_passes(decoder.draft, "run", "draft", log)
     slab: Any = store.slab
     slab.log = log
     try:
@@ -184,16 +185,16 @@ def _reckoned(found: Found, copy_ms: float, start: float) -> Iterator[Span]:
         at += copy_ms
 
 
-def _note_passes(model: Transformer, kind: str, log: Log) -> None:
-    inner = model.run
+def _note_passes(one: Any, method: str, kind: str, log: Log) -> None:
+    inner = getattr(one, method)
 
-    def run(*args: Any, **given: Any) -> torch.Tensor:
+    def run(*args: Any, **given: Any) -> Any:
         begin = log.mark()
-        logits = inner(*args, **given)
+        found = inner(*args, **given)
         log.add(kind, begin, log.mark())
-        return logits
+        return found
 
-    model.run = run  # type: ignore[method-assign]
+    setattr(one, method, run)
 
 
 def _last_step(spans: list[Span]) -> tuple[Span, ...]:

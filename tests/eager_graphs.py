@@ -1,4 +1,4 @@
-"""`StepGraphs` without a GPU: what would be captured runs again at every replay, at the same addresses.
+"""Captured steps and drafts without a GPU: what would be captured runs again at every replay, at the same addresses.
 
 Everything is done at once, so a step that was enqueued ahead has ended before the one before it is read:
 the hardest order for whatever the two share.
@@ -10,7 +10,8 @@ import contextlib
 
 import torch
 
-from spmoe_lite import graphs
+from spmoe_lite import draftgraphs, graphs
+from spmoe_lite.draftgraphs import DraftSteps
 from spmoe_lite.graphs import StepGraphs
 from spmoe_lite.hostmap import HostMap
 from spmoe_lite.kernels.residency import Tables
@@ -29,8 +30,14 @@ class _Stream:
     def wait_event(self, *_):
         pass
 
+    def wait_stream(self, *_):
+        pass
+
     def synchronize(self):
         pass
+
+    def query(self):
+        return True
 
     def elapsed_time(self, other):
         return 1.0
@@ -48,17 +55,17 @@ class _Replay:
                 kept.copy_(new)
 
 
-def _capture(self, run, rows):
-    self._params.zero_()
-    self._param(graphs.START).fill_(1)
+def _capture(run, rows, reset, pool):
+    reset()
     with torch.inference_mode():
         kept = run(rows)
     return _Replay(run, rows, kept), kept
 
 
 def without_gpu(monkeypatch) -> None:
-    """Put what `StepGraphs` takes from torch.cuda in place."""
-    monkeypatch.setattr(StepGraphs, "_capture", _capture)
+    """Put what graphs take from torch.cuda in place."""
+    for module in (graphs, draftgraphs):
+        monkeypatch.setattr(module, "capture", _capture)
     for name in ("Stream", "Event", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, _Stream)
     for name in ("graph_pool_handle", "synchronize"):
@@ -100,3 +107,24 @@ def capture(engine, critical: int = 2) -> StepGraphs:
         )
     assert config.num_hidden_layers == len(decoder.target.blocks)
     return decoder.graphs
+
+
+def capture_drafts(engine, layers: int = 8) -> DraftSteps:
+    """Give an engine on the CPU captured drafts; its target stays driven by the host."""
+    decoder, store = engine.decoder, engine.decoder.draft.source
+    source = None
+    if store is not None:
+        store.load_all(None, None)
+        source = graphs.ResidentExperts(store.addresses())
+    prefetcher = decoder.prefetcher
+    with torch.inference_mode():
+        decoder.drafts = DraftSteps(
+            decoder.draft,
+            decoder.session.draft_kv,
+            source,
+            predictor=None if prefetcher is None else prefetcher.predictor,
+            layers_ahead=min(layers, len(decoder.target.blocks)),
+            most=decoder.length.most,
+            num_tokens=engine.num_tokens,
+        )
+    return decoder.drafts

@@ -13,6 +13,7 @@ from spmoe_lite import decoder, graphs
 from spmoe_lite.config import SamplingParams
 from spmoe_lite.converters import convert
 from spmoe_lite.engine import Engine
+from spmoe_lite.loading import Loader
 from spmoe_lite.slab import DeviceSlab, HostSlab
 from tests import tiny
 from tests.test_invariance import disturb
@@ -174,11 +175,31 @@ def test_kind_h_o22_slow_kernels_slow_copies_and_poisoned_slots(packs, monkeypat
         with Engine.load(
             packs["target"], packs["noisy"], device="cuda", slots=6, cutoff=3, pin="none"
         ) as engine:
-            assert engine.decoder.graphs is None
+            assert engine.decoder.graphs is None and engine.decoder.drafts is not None
             for what in slow:
                 slow_driven(engine, what)
             got = engine.generate(PROMPT, max_tokens=400).result
         assert got.token_ids == expected.token_ids, slow
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_captured_drafts_are_the_draft_s_own(packs, temperature, monkeypatch):
+    """Over two turns, the target driven by the host: text, what was proposed, what was predicted."""
+    params, found = SamplingParams(temperature=temperature, seed=2), []
+    for captured in (True, False):
+        with monkeypatch.context() as patch:
+            if not captured:
+                patch.setattr(Loader, "_capture_drafts", lambda *_: None)
+            how = {"slots": 9, "cutoff": 3, "pin": "none", "device": "cuda"}
+            with Engine.load(packs["target"], packs["noisy"], **how) as engine:
+                assert (engine.decoder.drafts is not None) == captured
+                text = engine.generate(PROMPT, max_tokens=60, sampling=params).result.token_ids
+                more = [*PROMPT, *text, 5, 6, 7]
+                text += engine.generate(more, max_tokens=60, sampling=params).result.token_ids
+                c = engine.counters
+                assert c.prefetches > 0
+                found.append((text, c.drafted, c.accepted, c.predictions, c.predicted_used))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

@@ -35,7 +35,7 @@ from spmoe_lite.store import ExpertStore
 from spmoe_lite.trace import read_trace
 from spmoe_lite.verifier import verify
 from tests import tiny
-from tests.eager_graphs import capture, without_gpu
+from tests.eager_graphs import capture, capture_drafts, without_gpu
 from tests.test_invariance import PROMPT, disturb
 
 LAYERS, EXPERTS, CHOICES = 3, 8, 2
@@ -384,3 +384,32 @@ def test_captured_steps_say_what_was_predicted(pair, monkeypatch, tmp_path):
     for ours, theirs in zip(recorded[True][:-2], recorded[False], strict=False):
         assert ours.experts == theirs.experts
         assert sorted(ours.predictions) == sorted(theirs.predictions)
+
+
+# --- captured drafts, the target driven by the host ----------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_captured_drafts_are_the_draft_s_own(pair, monkeypatch, tmp_path, drafts, temperature):
+    """Proposals, predictions and text, over two turns, as when the host launches every kernel."""
+    without_gpu(monkeypatch)
+    sampling = SamplingParams(temperature=temperature, seed=5)
+    texts, recorded = [], []
+    for captured in (False, True):
+        how = {"device": "cpu", "slots": 9, "cutoff": 2, "draft_tokens": drafts}
+        how["trace"] = tmp_path / f"{captured}.trace"
+        with Engine.load(pair["target"], pair["noisy"], **how) as engine:
+            if captured:
+                capture_drafts(engine)
+            first = engine.generate(PROMPT, max_tokens=31, sampling=sampling).result.token_ids
+            more = [*PROMPT, *first, 5, 6, 7]
+            texts.append(
+                first + engine.generate(more, max_tokens=20, sampling=sampling).result.token_ids
+            )
+            c = engine.counters
+            assert 0 < c.accepted < c.drafted and c.prefetches > 0
+            recorded.append((c.drafted, c.accepted, c.predictions, c.predicted_used))
+        recorded.append([sorted(p.predictions) for p in read_trace(how["trace"]).passes])
+    assert texts[0] == texts[1]
+    assert recorded[:2] == recorded[2:] and any(recorded[1])
