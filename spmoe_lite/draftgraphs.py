@@ -11,8 +11,10 @@ that the host drives: a pass takes a tenth of the time that launching its kernel
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,9 +41,22 @@ def capture(
     reset()
     run(rows)  # compiles and loads what the capture must not wait for
     graph, how = torch.cuda.CUDAGraph(), {"capture_error_mode": "thread_local"}
-    with capturing, torch.cuda.graph(graph, pool=pool, **how):  # waits for the device first
-        kept = run(rows)
+    with capturing, _no_collection():
+        with torch.cuda.graph(graph, pool=pool, **how):  # waits for the device first
+            kept = run(rows)
     return graph, kept
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected: a graph that is deleted while this thread captures another spoils it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class DraftPasses:
@@ -65,11 +80,25 @@ class DraftPasses:
 
         source: the experts of a pass of so many rows. num_tokens: ids from there on are never chosen.
         """
-        self._model, self._kv, self._source = model, kv, source
-        self._start, self._number, self._ids = start, number, ids
-        self._num_tokens, self._seen = num_tokens, seen
-        self._newest = torch.zeros(1, dtype=torch.int32, device=ids.device)
-        self._graphs = [capture(self._run, rows) for rows in (2, 1)]
+        newest = torch.zeros(1, dtype=torch.int32, device=ids.device)
+
+        def run(rows: int) -> torch.Tensor:
+            if rows == 2:
+                number.zero_()
+            first, index = rows == 2, number.long()
+            tokens, at = (ids[:2], start - 1) if first else (newest, start + number)
+            on_attention = None
+            if seen is not None:
+                on_attention = lambda layer, x: seen(layer, x[-1:], index, first)  # noqa: E731
+            logits = model.run(tokens, kv, at, source(rows), 1, on_attention)
+            newest.copy_(logits[0, :num_tokens].argmax())
+            ids[2:].index_copy_(0, index, newest)
+            number.add_(1)
+            return logits
+
+        # Nothing else is kept: a circle would leave the graphs to the garbage collector.
+        self._ids, self._newest = ids, newest
+        self._graphs = [capture(run, rows) for rows in (2, 1)]
 
     def replay(self, i: int) -> torch.Tensor:
         """Enqueue pass i of a step; its logits [1, V], until the next one."""
@@ -81,24 +110,6 @@ class DraftPasses:
         """The host's choice in place of the best token of pass i."""
         self._newest.fill_(token)
         self._ids[2 + i].fill_(token)
-
-    def _run(self, rows: int) -> torch.Tensor:
-        number, seen = self._number, self._seen
-        if rows == 2:
-            number.zero_()
-        ids = self._ids[:2] if rows == 2 else self._newest
-        at, index = self._start - 1 if rows == 2 else self._start + number, number.long()
-
-        def observe(layer: int, state: torch.Tensor) -> None:
-            assert seen is not None
-            seen(layer, state[-1:], index, rows == 2)
-
-        on_attention = None if seen is None else observe
-        logits = self._model.run(ids, self._kv, at, self._source(rows), 1, on_attention)
-        self._newest.copy_(logits[0, : self._num_tokens].argmax())
-        self._ids[2:].index_copy_(0, index, self._newest)
-        number.add_(1)
-        return logits
 
 
 class DraftSteps:

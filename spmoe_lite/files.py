@@ -191,7 +191,9 @@ def locked(folder: Path) -> Iterator[None]:
         except (BlockingIOError, PermissionError) as error:  # what flock and Windows answer
             raise BusyError(f"{folder} is being written by another process") from error
         except (OSError, ImportError) as error:
-            log.warning("%s cannot be locked (%s); let no second process write it", folder, error)
+            log.warning(
+                "%s cannot be locked (%s); let no second process write it", folder, str(error)
+            )
         yield
 
 

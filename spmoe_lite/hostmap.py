@@ -129,7 +129,9 @@ class HostMap:
                 "copied through a small buffer, which is slower; nothing else changes",
                 size(self.pinned_bytes),
                 size(total),
-                error,
+                str(
+                    error
+                ),  # a record that is kept must not keep the frames, and the models in them
             )
         finally:
             readers.shutdown(cancel_futures=True)

@@ -258,7 +258,7 @@ def touch_used(path: Path, home: str | Path | None = None) -> None:
         temporary.write_text(json.dumps(used, indent=1), encoding="utf-8")
         os.replace(temporary, folder / USED)
     except OSError as error:
-        log.debug("cannot remember the pack used last: %s", error)
+        log.debug("cannot remember the pack used last: %s", str(error))
         with contextlib.suppress(OSError):
             temporary.unlink()
 
@@ -299,7 +299,7 @@ def default_target(draft: Path | None = None, home: str | Path | None = None) ->
             if manifest.config.is_moe and (draft is None or _same_vocabulary(path, draft)):
                 return path
         except SpmoeError as error:
-            log.debug("%s is passed over: %s", path, error)
+            log.debug("%s is passed over: %s", path, str(error))
     return None
 
 

@@ -179,7 +179,7 @@ class Pack:
         except (OSError, ValueError) as error:
             if not self._warned:
                 self._warned = True
-                log.warning("cannot map %s (%s); experts are read instead", self.path, error)
+                log.warning("cannot map %s (%s); experts are read instead", self.path, str(error))
             memory = np.frombuffer(mmap.mmap(-1, layout.stride), dtype=np.uint8)  # page aligned
             self.read_expert(layer, expert, memory)
             memory.flags.writeable = False

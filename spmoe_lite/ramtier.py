@@ -318,7 +318,7 @@ class RamTier:
                 "from disk, which is slower; nothing else changes",
                 size(len(self._rows) * stride),
                 size(total),
-                error,
+                str(error),
             )
 
     def _lock_pages(self, memory: np.ndarray, driver: Cuda) -> None:

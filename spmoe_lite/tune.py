@@ -235,7 +235,7 @@ def load(device: torch.device, home: Path | None = None, card: Card | None = Non
     try:
         tuned = read(path, card)
     except ValueError as error:
-        log.warning("tuned tiles are not used, %s: %s; type: spmoe-lite tune", path, error)
+        log.warning("tuned tiles are not used, %s: %s; type: spmoe-lite tune", path, str(error))
         tuned = {}
     for key in [key for key in configs.TUNED if key[0] == card.capability]:
         del configs.TUNED[key]

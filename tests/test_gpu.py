@@ -217,7 +217,7 @@ def test_kind_h_o22_captured_steps_with_late_copies_and_poisoned_slots(
             with Engine.load(
                 packs["target"], packs["noisy"], device="cuda", slots=slots, cutoff=3
             ) as engine:
-                assert engine.decoder.graphs is not None
+                assert engine.decoder.graphs is not None, engine.notices
                 got = engine.generate(PROMPT, max_tokens=200, sampling=params).result
                 assert got.token_ids == expected.token_ids, slow
                 counters = engine.counters

@@ -71,6 +71,7 @@ def memory(place):
         return 0, 0, 0, resident
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+    torch.empty(1, pin_memory=True)  # only now is counted as free what was given back
     locked = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
     return torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0], locked, resident
 

@@ -3,14 +3,16 @@
 Captured for real they are tested in test_gpu.py.
 """
 
+import gc
 import random
 import threading
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 
-from spmoe_lite import decoder, drafting, graphs
+from spmoe_lite import decoder, draftgraphs, drafting, graphs
 from spmoe_lite.config import SamplingParams
 from spmoe_lite.converters import convert
 from spmoe_lite.cutoff import Drift, Profile
@@ -256,6 +258,46 @@ def test_an_answer_that_ends_forgets_the_step_ahead(pair, plain, monkeypatch, dr
                 assert got.token_ids + rest.token_ids == plain[: len(got.token_ids) + 12]
                 found.append(engine.decoder.store.table.last_used.copy())
         assert same(found[0], found[2]) and found[1] == found[3]
+
+
+@pytest.mark.parametrize("draft", [None, "noisy"])
+def test_kind_l_o36_graphs_go_with_their_engine(pair, monkeypatch, draft):
+    """At once: the garbage collector would delete them at any moment, in the capture of the next engine's too."""
+    without_gpu(monkeypatch)
+    for module in (graphs, draftgraphs):
+        monkeypatch.setattr(
+            module, "capture", lambda run, rows, reset, pool: (object(), (reset(), run(rows))[1])
+        )
+    makers = [capture, capture_drafts] if draft else [capture]
+    for make in makers:
+        how = {"device": "cpu", "slots": 9, "prefetch": make is capture_drafts}
+        with Engine.load(pair["target"], draft and pair[draft], **how) as engine:
+            kept = weakref.ref(make(engine))
+            gc.disable()
+            try:
+                engine.close()
+                assert kept() is None
+            finally:
+                gc.enable()
+
+
+def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch):
+    seen = []
+
+    class Graph:
+        def __init__(self, *_, **__):
+            pass
+
+        def __enter__(self):
+            seen.append(gc.isenabled())
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", Graph)
+    _, kept = draftgraphs.capture(lambda rows: (rows, gc.isenabled()), 3, list, None)
+    assert seen == [False] and kept == (3, False) and gc.isenabled()
 
 
 def test_recency_on_the_device_after_a_step_too_many(pair, plain, monkeypatch):

@@ -151,6 +151,15 @@ def test_a_module_opens_by_saying_what_it_is():
         assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), file
 
 
+@pytest.mark.parametrize("file", sorted(SOURCES))
+def test_kind_l_o36_no_log_record_keeps_an_error(file):
+    """A handler may keep records; an error keeps its frames, and those the models that they load."""
+    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("log."):
+            names = [ast.unparse(argument) for argument in node.args]
+            assert not {"error", "exc", "e"} & set(names), f"{file}: {ast.unparse(node)}"
+
+
 def test_no_file_is_imported_in_a_circle():
     """Rows exclude circles between folders; within kernels/ and converters/ this does."""
     graph: dict[str, set[str]] = {file: set() for file in SOURCES}
