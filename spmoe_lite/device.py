@@ -126,6 +126,20 @@ def host_buffer(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return buffer
 
 
+def read_back(values: torch.Tensor) -> Any:
+    """`values.tolist()`, during whose wait other threads may still order copies.
+
+    A copy to ordinary memory does not let them: they wait until the device has come to it.
+    """
+    if not values.is_cuda:
+        return values.tolist()
+    there, arrived = host_buffer(tuple(values.shape), values.dtype), torch.cuda.Event()
+    there.copy_(values, non_blocking=True)
+    arrived.record()
+    arrived.synchronize()
+    return there.tolist()
+
+
 def bus_rate(device: torch.device) -> float:
     """Bytes per second from page-locked host memory to a GPU, in copies of 16 MiB."""
     host = host_buffer((16 << 20,), torch.uint8)

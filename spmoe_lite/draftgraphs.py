@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spmoe_lite.device import capturing, host_buffer
+from spmoe_lite.device import capturing, host_buffer, read_back
 from spmoe_lite.model import ExpertSource, Transformer
 from spmoe_lite.progress import check
 
@@ -188,7 +188,7 @@ class DraftSteps:
                 proposal.append(pick(logits[0], [*tokens, *proposal]))
                 self.passes.put(i, proposal[i])
         if pick is None:
-            proposal = self._params[IDS + 2 : IDS + 2 + count].tolist()
+            proposal = read_back(self._params[IDS + 2 : IDS + 2 + count])
         return proposal
 
     def _fetch(self, i: int) -> tuple[torch.Tensor, torch.cuda.Event]:

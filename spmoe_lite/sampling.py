@@ -11,8 +11,9 @@ is the same with any draft and with none. Coupling by shared Gumbel noise: Dalir
 
 Order of the filters, as in Hugging Face: penalties, temperature, top-k, top-p, min-p. All of them, and
 the argmax, run where the logits are. A GPU gets the noise, which the host makes while it computes and keeps
-for a while, since draft and target want the same; it returns two numbers a row, and the host waits once. There the sum over the vocabulary may round otherwise than on the
-CPU, so that a token whose better ones hold `top_p` to the last bit may fall on either side.
+for a while, since draft and target want the same; it returns two numbers a row, and the host waits once.
+There the sum over the vocabulary may round otherwise than on the CPU, so that a token whose better ones
+hold `top_p` to the last bit may fall on either side.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 
 from spmoe_lite.config import SamplingParams
+from spmoe_lite.device import read_back
 from spmoe_lite.errors import SpmoeError
 
 KEPT = 16  # positions whose noise is kept: those of one step
@@ -168,7 +170,7 @@ def _ids(tokens: Iterable[int], device: torch.device) -> torch.Tensor:
 
 def _read(tokens: torch.Tensor, finite: torch.Tensor) -> tuple[list[int], list[bool]]:
     """Both [T] on the host, in one copy."""
-    both: list[list[int]] = torch.stack((tokens, finite.long())).tolist()
+    both: list[list[int]] = read_back(torch.stack((tokens, finite.long())))
     return both[0], [bool(one) for one in both[1]]
 
 

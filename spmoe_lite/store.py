@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmoe_lite.device import host_buffer
+from spmoe_lite.device import host_buffer, read_back
 from spmoe_lite.diskreads import LOOK_SECONDS
 from spmoe_lite.hostmap import HostMap
 from spmoe_lite.pack import Pack
@@ -133,7 +133,7 @@ class ExpertStore:
         if sweep:
             self._routed[layer], wanted = experts, list(range(self.table.num_experts))
         else:
-            self._routed[layer] = rows = experts.tolist()
+            self._routed[layer] = rows = read_back(experts)
             wanted = sorted({expert for row in rows for expert in row})
         ready, arriving, missing = self._sort_out(layer, wanted)
         passing: list[int] = []
