@@ -132,7 +132,7 @@ class DraftSteps:
         self._params = torch.zeros(IDS + 2 + most, dtype=torch.int32, device=device)
         self._predicted: list[torch.Tensor] = []  # of the layers seen so far
         self._chosen: torch.Tensor | None = None  # [K, P, k]
-        self._most = most
+        self._most, self._source = most, source  # which the graphs read
         self._aside = torch.cuda.Stream(device)
         # Recorded inside the first pass, and inside each later one.
         self._foreseen = [torch.cuda.Event(external=True) for _ in range(2)]
