@@ -268,15 +268,27 @@ def test_kind_l_o36_graphs_go_with_their_engine(pair, monkeypatch, draft):
         monkeypatch.setattr(
             module, "capture", lambda run, rows, reset, pool: (object(), (reset(), run(rows))[1])
         )
+    sources, make_source = [], graphs.ResidentExperts
+
+    def noted(address):
+        source = make_source(address)
+        sources.append(weakref.ref(source))
+        return source
+
+    monkeypatch.setattr(graphs, "ResidentExperts", noted)
     makers = [capture, capture_drafts] if draft else [capture]
     for make in makers:
+        sources.clear()
         how = {"device": "cpu", "slots": 9, "prefetch": make is capture_drafts}
         with Engine.load(pair["target"], draft and pair[draft], **how) as engine:
             kept = weakref.ref(make(engine))
+            # Not before: the draft's experts are found through tables that its graphs read.
+            assert len(sources) == (draft is not None) * (1 + (make is capture))
+            assert all(source() is not None for source in sources)
             gc.disable()
             try:
                 engine.close()
-                assert kept() is None
+                assert kept() is None and all(source() is None for source in sources)
             finally:
                 gc.enable()
 
