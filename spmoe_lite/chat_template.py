@@ -18,7 +18,7 @@ import hashlib
 import json
 import re
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +159,7 @@ class _Refusal(Exception):
 def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Plain copies of the messages, so that a template sees data and nothing else."""
     history = []
-    if isinstance(messages, (str, Mapping)):
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise UsageError('messages must be a list such as [{"role": "user", "content": "Hello"}]')
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):

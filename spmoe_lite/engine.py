@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from spmoe_lite.config import SamplingParams
@@ -171,7 +172,7 @@ class Engine:
                 f"{self.target_pack.name} has no chat template: use `run` or `generate`, "
                 f"or give one with --template FILE"
             )
-        tokens = self.template.encode([dict(message) for message in messages])
+        tokens = self.template.encode(messages)
         return self._generation(tokens, sampling, max_tokens, stop, wait, cancel, on_progress)
 
     def _generation(
@@ -198,6 +199,14 @@ class Engine:
             raise UsageError(f"token id {bad} is outside the vocabulary of {self.num_tokens}")
         if max_tokens is not None and not (isinstance(max_tokens, int) and max_tokens >= 1):
             raise UsageError(f"--max-tokens {max_tokens}: a whole number of at least 1")
+        if not isinstance(stop, Iterable):
+            raise UsageError(f"stop {stop!r:.80}: a list of texts, empty for none")
+        if not isinstance(sampling, (SamplingParams, NoneType)):
+            raise UsageError(
+                f"sampling {sampling!r:.80}: SamplingParams(...), or None for the model's own"
+            )
+        if cancel is not None and not hasattr(cancel, "is_set"):
+            raise UsageError(f"cancel {cancel!r:.80}: a threading.Event, or None")
         run = Run(
             self,
             tokens,

@@ -754,6 +754,27 @@ def test_prompts_of_any_whole_numbers(engine):
             engine.generate(PROMPT, max_tokens=bad)
 
 
+@pytest.mark.parametrize(
+    "messages",
+    ["hi", b"hi", None, 5, {"role": "user", "content": "hi"}, [None], ["hi"], [["a", "b"]]],
+)
+def test_what_is_no_conversation_is_refused_in_one_line(engine, messages):
+    with pytest.raises(UsageError, match=r"must be .*\{\"role\": \"user\"") as info:
+        engine.chat(messages)
+    assert "\n" not in str(info.value)
+    assert engine.chat(iter(MESSAGES), max_tokens=2).result.completion_tokens == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"stop": None}, {"stop": 5}, {"sampling": {"temperature": 0}}, {"cancel": True}],
+)
+def test_an_option_of_an_answer_of_the_wrong_kind_is_refused_at_once(engine, options):
+    with pytest.raises(UsageError) as info:
+        engine.generate(PROMPT, **options)
+    assert str(info.value).startswith(next(iter(options))) and "\n" not in str(info.value)
+
+
 def test_a_model_of_one_expert_runs(tmp_path):
     hf = tiny.tiny_mixtral(tmp_path / "hf", layers=1, experts=1, top_k=1)
     draft = tiny.tiny_pack(tmp_path / "d", kind="mistral", layers=1)
