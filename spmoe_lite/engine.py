@@ -15,6 +15,7 @@ downloads anything.
 from __future__ import annotations
 
 import operator
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -61,6 +62,7 @@ class Engine:
         self._holder: Run | None = None
         self._caller: tuple[int, object] | None = None  # the thread and asyncio task it reads in
         self._closed = False
+        self._process = os.getpid()
         self._closing = threading.RLock()
 
     @property
@@ -224,6 +226,11 @@ class Engine:
 
     def try_hold(self, run: Run, task: object | None) -> bool:
         """Lend the engine to one answer, read in this thread and task; False if another one has it."""
+        if self._process != os.getpid():  # torch's threads stayed there: a product would never end
+            raise UnsupportedError(
+                "the engine was loaded before this process was forked: load one here, in a process "
+                "started with multiprocessing's spawn method"
+            )
         with self._lock:
             if self._closed:
                 raise BusyError("the engine is closed")

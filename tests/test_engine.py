@@ -679,6 +679,32 @@ def test_kind_l_o37_import_touches_no_device_and_survives_a_fork():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=60)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_kind_l_o37_a_forked_child_is_told_and_its_parent_goes_on(engine):
+    """torch's threads are not forked: a child that computed would hang."""
+    answer = engine.generate(PROMPT, max_tokens=6)
+    next(answer)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        try:
+            for attempt in (answer, engine.generate(PROMPT, max_tokens=2)):
+                try:
+                    next(attempt)
+                except UnsupportedError as error:
+                    os.write(writer, f"{error}\n".encode())
+            engine.close()
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        lines = told.read().splitlines()
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(lines) == 2 and all("forked" in line for line in lines)
+    assert answer.result.completion_tokens == 6
+
+
 # --- bad input -------------------------------------------------------------------------------------
 
 
