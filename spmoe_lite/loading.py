@@ -36,6 +36,7 @@ from spmoe_lite.device import (
     fit_dense,
     memory_rate,
     synchronize,
+    trim_heap,
 )
 from spmoe_lite.draftgraphs import DraftSteps
 from spmoe_lite.drafting import DraftLength
@@ -111,6 +112,7 @@ class Parts:
                 self.host_memory.close()
             for pack in self.packs:
                 pack.close()
+            trim_heap()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
