@@ -69,8 +69,10 @@ def choose(
     ):
         raise UsageError(f"two models: {pack} and {model}")
     draft_path = find_pack(draft) if draft else None
-    named = pack or model
-    if named:
+    named = model if pack is None else pack
+    if (
+        named is not None
+    ):  # an empty one, of a variable that is not set, is no wish for the last used
         return find_pack(named), draft_path
     from spmoe_lite.library import default_target
 

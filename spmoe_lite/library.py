@@ -72,7 +72,7 @@ def find(name_or_path: str | Path, home: str | Path | None = None) -> Path:
     Raises `NotFoundError` with the command that would make it: a known model that was not
     converted, a conversion that was not finished.
     """
-    given = Path(name_or_path)
+    given = _path(name_or_path)
     if os.path.isfile(given / m.MANIFEST) and not given.name.endswith(PARTIAL):
         return given
     folder, name = _home(home), str(name_or_path).removesuffix(m.SUFFIX)
@@ -84,15 +84,34 @@ def find(name_or_path: str | Path, home: str | Path | None = None) -> Path:
         if os.path.isdir(_beside(path, PARTIAL)):
             raise NotFoundError(f"{name} is not finished; run the same convert again to go on")
         if os.path.lexists(path):
-            raise NotFoundError(
-                f"{path} has no {m.MANIFEST} that can be read, so it is no whole pack; check "
-                f"permissions, or type: spmoe-lite rm {name}, and convert again"
-            )
+            raise NotFoundError(_no_manifest(path, f"type: spmoe-lite rm {name},"))
+    if given.name.endswith(m.SUFFIX) and os.path.isdir(given):
+        raise NotFoundError(_no_manifest(given, "delete it"))
     if os.path.exists(given):
         raise NotFoundError(f"{given} is not a pack; type: spmoe-lite convert {given}")
     if not _is_name(name):
         raise NotFoundError(f"no pack at {_shown(str(given))}")
     raise NotFoundError(_how_to_get(name, folder))
+
+
+def _path(name: str | Path) -> Path:
+    """The path as it was given, but one that ends in a name: `.` inside a pack is that pack."""
+    if name == "":
+        raise NotFoundError(
+            "the name of the pack is empty; `spmoe-lite list` shows which there are"
+        )
+    try:
+        path = Path(name)
+    except TypeError:
+        raise UsageError(f"{name!r:.80} is no name of a pack") from None
+    return path if path.name not in ("", "..") else Path(os.path.abspath(path))
+
+
+def _no_manifest(path: Path, remedy: str) -> str:
+    return (
+        f"{path} has no {m.MANIFEST} that can be read, so it is no whole pack; check "
+        f"permissions, or {remedy} and convert again"
+    )
 
 
 def _how_to_get(name: str, folder: Path) -> str:
@@ -176,7 +195,7 @@ def removable(name: str | Path, home: str | Path | None = None) -> list[Path]:
         found = [path for path in found if os.path.lexists(path)]
         if found:
             return [_checked(path) for path in found]
-    path = Path(name)
+    path = _path(name)
     if not os.path.lexists(path):
         raise NotFoundError(f"no pack {_shown(str(name))} in {folder}, and no such folder")
     if os.path.isfile(path / m.MANIFEST):

@@ -486,6 +486,14 @@ def test_what_is_not_given_is_left_to_the_model(engine, typed):
     assert "draft_tokens" not in loaded and loaded["slots"] is None and loaded["vram"] == "auto"
 
 
+@pytest.mark.parametrize(
+    "args", [["run", "", "-p", "hi"], ["chat", ""], ["run", "-m", "", "-p", "hi"]]
+)
+def test_an_empty_name_is_not_the_pack_used_last(args, typed, capsys):
+    assert spmoe(*args) == 3
+    assert "name of the pack is empty" in capsys.readouterr().err
+
+
 def test_two_models_are_refused(engine, typed):
     assert spmoe("run", "mix", "-m", "other", "-p", "hi") == 2
 

@@ -60,6 +60,34 @@ def test_a_pack_that_lost_its_manifest_is_not_called_absent(home: Path) -> None:
         library.find("big", home)
 
 
+def test_a_pack_by_path_that_lost_its_manifest_is_not_to_be_converted(home: Path) -> None:
+    (home / "big.spmoe" / "manifest.json").unlink()
+    with pytest.raises(
+        NotFoundError, match=r"manifest.json .*no whole pack.*delete it and convert"
+    ):
+        library.find(home / "big.spmoe")
+
+
+def test_the_folder_at_hand_may_be_the_pack(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, name in ((home / "big.spmoe", "."), (home / "big.spmoe" / "experts", "..")):
+        monkeypatch.chdir(folder)
+        assert library.find(name, home) == home / "big.spmoe"
+        assert library.removable(name, home) == [home / "big.spmoe"]
+        for look in (library.find, library.remove):
+            with pytest.raises(NotFoundError, match="name of the pack is empty"):
+                look("", home)
+    monkeypatch.chdir(home / "big.spmoe")
+    library.remove(".", home)
+    assert not (home / "big.spmoe").exists()
+
+
+@pytest.mark.parametrize("name", [None, 5, b"big"])
+def test_what_is_no_name_is_one_line(home: Path, name: object) -> None:
+    for look in (library.find, library.remove):
+        with pytest.raises(UsageError, match="no name of a pack"):
+            look(name, home)  # type: ignore[arg-type]
+
+
 def test_a_pack_is_found_by_path_then_by_name(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +110,7 @@ def test_a_pack_is_found_by_path_then_by_name(
         ("a/b", "no pack at a/b"),
         ("a/b.spmoe", "no pack at a/b.spmoe$"),  # a/b may be one
         ("..", "not a pack"),
-        ("", "not a pack"),
+        ("", "name of the pack is empty"),
         ("../home/big", "no pack at"),
     ],
 )
