@@ -45,7 +45,7 @@ def run_command(args: list[str]) -> int:
     except SystemExit as stop:  # click's answer to a closed pipe, and to shell completion
         return stop.code if isinstance(stop.code, int) else 1
     except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted", err=True)
+        terminal.remark("interrupted")
         return 130
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
@@ -75,11 +75,11 @@ def _fail(message: str, code: int, state: dict[str, bool]) -> int:
     if state["debug"]:
         import traceback
 
-        click.echo(traceback.format_exc(), err=True)
+        terminal.remark(traceback.format_exc())
     hint = re.sub(
         rf"\b{NAME} (?={'|'.join(cli.commands)})", f"{PROGRAM} ", " ".join(message.split())
     )
-    click.echo(f"{NAME}: {terminal.printable(hint)}", err=True)
+    terminal.remark(f"{NAME}: {terminal.printable(hint)}")
     return code
 
 

@@ -430,10 +430,10 @@ def bench_packs(
         note(f"{name}: {notice}")
     for row in result.rows:
         if row.error:
-            click.echo(f"{NAME}: {row.setting}: {row.error}", err=True)
+            terminal.remark(f"{NAME}: {row.setting}: {row.error}")
     if failed:
         for other in failed[1:]:
-            click.echo(f"{NAME}: {other}", err=True)
+            terminal.remark(f"{NAME}: {other}")
         raise failed[0]
     if result.interrupted:
         note(f"interrupted; rows measured: {len(result.rows)}")

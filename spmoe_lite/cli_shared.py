@@ -236,7 +236,7 @@ def make_pack(
 
 def confirm_plan(plan: ConvertPlan, yes: bool, *, always: bool = False) -> bool:
     """Print the sizes; ask where that is due, which without a terminal means --yes."""
-    click.echo(terminal.printable(str(plan)), err=True)
+    terminal.remark(terminal.printable(str(plan)))
     if yes or not (always or plan.needs_confirmation):
         return True
     if not terminal.is_terminal(sys.stdin):

@@ -77,11 +77,19 @@ def dim(text: str, stream: TextIO | None = None) -> str:
     return click.style(text, dim=True)
 
 
+def remark(text: str) -> None:
+    """A line on stderr. Where that is a full disk or a closed pipe remarks end; the work does not."""
+    try:
+        click.echo(text, err=True)
+    except OSError:
+        sys.stderr = None  # as where it was closed from the start
+
+
 def note(text: str) -> None:
     """One dim remark on stderr, folded to the width of the terminal."""
     if is_terminal(sys.stderr):
         text = fold(text, columns())
-    click.echo("\n".join(dim(line) for line in text.split("\n")), err=True)
+    remark("\n".join(dim(line) for line in text.split("\n")))
 
 
 def say(text: str) -> None:
@@ -334,7 +342,7 @@ class ProgressDisplay:
         first = self._printed == self._started
         due = now - self._printed >= (FIRST_PLAIN_S if first else PLAIN_EVERY_S)
         if due or (finished and not first):
-            click.echo(describe(progress, self._rate()), err=True)
+            remark(describe(progress, self._rate()))
             self._printed = now if not finished else self._started
 
 

@@ -270,6 +270,29 @@ def test_a_closed_pipe_is_quiet(tmp_path):
     assert b"slots" in done.stderr and b"rror" not in done.stderr and b"Trace" not in done.stderr
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has such a file")
+@pytest.mark.parametrize("kind", ["full", "closed pipe"])
+def test_remarks_that_cannot_be_written_cost_no_answer(tmp_path, kind):
+    reader, writer = os.pipe()
+    os.close(reader)
+    if kind == "full":
+        os.close(writer)
+        writer = os.open("/dev/full", os.O_WRONLY)
+    try:
+        for prompt, expected in ((["-p", "hello"], (0, b"You said: hello\n")), ([], (2, b""))):
+            done = subprocess.run(
+                [*FAKE, "run", "mix", *prompt],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=writer,
+                timeout=100,
+                env=environment(tmp_path),
+            )
+            assert (done.returncode, done.stdout) == expected
+    finally:
+        os.close(writer)
+
+
 # run
 
 
