@@ -7,6 +7,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Sequence
+from os.path import realpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -350,6 +351,8 @@ def bench_packs(
             raise NotFoundError(f"{flag} {file}: there is no folder {file.parent}")
         if file is not None and file.is_dir():
             raise UsageError(f"{flag} {file} is a folder: name a file")
+    if json is not None and svg is not None and realpath(json) == realpath(svg):
+        raise UsageError(f"--json and --svg both name {svg}: give two files")
     policies: Sequence[str] = [name for names in policy for name in names] or USUAL
     if "all" in policies:
         policies = POLICIES

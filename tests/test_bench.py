@@ -384,6 +384,7 @@ def test_a_file_that_cannot_be_written_costs_no_row(found_packs, monkeypatch, ca
         (["--repeats", "1"], "--repeats"),
         (["--json", "no/such/x.json"], "--json no/such/x.json: there is no folder"),
         (["--svg", "."], "--svg . is a folder: name a file"),
+        (["--svg", "x.out", "--json=./x.out"], "--json and --svg both name x.out: give two files"),
         (["--vram", "1GB,"], "--vram : give a size"),
         (["--link", "1e-9"], "--link 1e-09: a rate in GB/s, 0.000001 to 1000000"),
         (["--acceptance", "0.9"], "--acceptance 0.9: with --synthetic only"),
