@@ -186,6 +186,8 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
         if hasattr(sys.stdin, "reconfigure"):
             sys.stdin.reconfigure(errors="strict")
         return _read_text(sys.stdin, "stdin")
+    if not prompt_file:
+        raise UsageError("the name of the prompt's file is empty: give -f FILE")
     try:
         with open(prompt_file, encoding="utf-8-sig") as file:  # some editors begin with a mark
             return _read_text(file, prompt_file)

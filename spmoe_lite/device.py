@@ -29,6 +29,7 @@ _said_unpinned = threading.Event()  # once in a process
 
 def choose_device(name: str) -> torch.device:
     """auto, cpu, cuda or cuda:N to a device that works here; UsageError says why not."""
+    name = str(name)  # a torch.device says its own
     kind, _, index = name.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
         raise UsageError(f"--device {name}: auto, cpu, cuda or cuda:N")

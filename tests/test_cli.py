@@ -347,6 +347,7 @@ def test_two_prompts_or_a_bad_file_are_refused(engine, typed, capsys, tmp_path, 
     assert spmoe("run", "mix", "-f", str(tmp_path)) == 1
     assert str(tmp_path) in seen(capsys)[1][-1]
     assert spmoe("run", "mix", "-f", "a\0b") == 2
+    assert spmoe("run", "mix", "-f", "") == 2
     monkeypatch.setattr(cli_shared, "MAX_PROMPT_CHARS", 3)
     long = tmp_path / "long.txt"
     long.write_text("four", encoding="utf-8")

@@ -729,6 +729,9 @@ def test_kind_l_o37_a_forked_child_is_told_and_its_parent_goes_on(engine):
     "options, error, words",
     [
         ({"device": "tpu"}, UsageError, "--device tpu"),
+        ({"device": None}, UsageError, "--device None"),
+        ({"device": torch.device("cpu"), "policy": "mru"}, UsageError, "--policy mru"),
+        ({"device": torch.device("cpu"), "slots": 1}, CapacityError, "at least 2"),
         ({"device": "cpu", "policy": "mru"}, UsageError, "--policy mru"),
         ({"device": "cpu", "draft_tokens": 99}, UsageError, "--draft-tokens 99"),
         ({"device": "cpu", "cutoff": -1}, UsageError, "--cutoff -1"),
