@@ -227,7 +227,7 @@ def interruptible() -> Iterator[threading.Event]:
 
 @contextmanager
 def keys_unseen() -> Iterator[None]:
-    """Keys pressed meanwhile do not appear amid the answer; they are still read afterwards.
+    """Keys pressed meanwhile do not appear amid the answer; they are still read afterwards, Ctrl-D too.
 
     The `^C` a terminal shows would also put a wrapped line two columns off. Where the terminal cannot
     draw, or has no such switch (Windows), nothing changes.
@@ -244,8 +244,11 @@ def keys_unseen() -> Iterator[None]:
         before = termios.tcgetattr(sys.stdin)
         unseen = before.copy()
         unseen[3] &= ~termios.ECHO
+        unseen[6] = before[6].copy()
+        off = os.fpathconf(sys.stdin.fileno(), "PC_VDISABLE")
+        unseen[6][termios.VEOF] = off.to_bytes(1, "little")  # else Ctrl-D ends a line, and is gone
         termios.tcsetattr(sys.stdin, termios.TCSANOW, unseen)
-    except termios.error:
+    except (termios.error, OSError, OverflowError):
         yield
         return
     try:

@@ -167,6 +167,26 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(screen, term):
     assert ESCAPES.sub("", child.raw).endswith("\n")  # the shell's prompt gets a line of its own
 
 
+def test_ctrl_d_during_an_answer_leaves_after_it(screen):
+    child = screen("-n", "200")
+    child.wait_for(">>>")
+    child.type("slow\r")
+    child.wait_for("3 4 5")
+    child.type("\x04")
+    child.wait_for("198 199")
+    assert child.exit_code(10) == 0
+
+
+def test_what_is_typed_during_an_answer_is_the_next_question(screen):
+    child = screen("-n", "200")
+    child.wait_for(">>>")
+    child.type("slow\r")
+    child.wait_for("3 4 5")
+    child.type("hello\r")
+    child.wait_for("198 199")
+    child.wait_for("You said: hello")
+
+
 def test_the_second_ctrl_c_after_a_stopped_answer_leaves(screen):
     child = screen()
     child.wait_for(">>>")
