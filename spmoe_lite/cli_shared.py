@@ -204,7 +204,7 @@ def _read_text(file: TextIO, name: str) -> str:
         raise UsageError(f"{name} is not text in {error.encoding}; convert it to UTF-8") from None
     if len(text) > MAX_PROMPT_CHARS:
         raise UsageError(f"{name} has more than {MAX_PROMPT_CHARS} characters; shorten the prompt")
-    return text.removesuffix("\n")
+    return text.removeprefix("\ufeff").removesuffix("\n")  # a mark that some editors begin with
 
 
 def make_pack(

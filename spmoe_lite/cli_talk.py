@@ -223,6 +223,8 @@ def _check_sampling(given: dict[str, Any]) -> None:
     from spmoe_lite.config import SamplingParams
 
     _sampling(SamplingParams(), given)
+    if "" in given["stop"]:
+        raise UsageError("--stop is empty: give a text of at least one character")
 
 
 def _repl(engine: Engine, target: Path, draft: Path | None, given: dict[str, Any]) -> Any:

@@ -89,7 +89,9 @@ class PlainReader:
         line = sys.stdin.readline()
         if not line:
             return None
-        return line.rstrip("\n")
+        return line.removeprefix("\ufeff").rstrip(
+            "\n"
+        )  # a mark that some editors begin a file with
 
 
 class LineEditor:

@@ -316,6 +316,11 @@ def test_a_pipe_gets_the_answers_and_nothing_else(tmp_path):
     assert ">>>" not in remarks and "\x1b" not in remarks
 
 
+def test_kind_e_o11_the_mark_that_some_editors_write_is_no_text(tmp_path):
+    done = chat("\ufeffhello\n", tmp_path)
+    assert done.returncode == 0 and done.stdout.decode() == "You said: hello\n"
+
+
 def test_an_error_in_a_pipe_ends_with_its_exit_code(tmp_path):
     done = chat("bad\nhello\n", tmp_path)
     assert done.returncode == CapacityError.exit_code
