@@ -20,19 +20,23 @@ Where a kernel computes in bf16 the scale is rounded to bf16, and a weight is on
 addition, code scale - zero scale, of which the latter is rounded before, to 8 significant bits: at
 most scale / 16 beside the scale / 2 that a code may be off, and nothing where the zero is a power of 2.
 
-`quantize` looks for the smallest squared error of each group. At 4 bits it tries six or seven ranges, all
-of the group's and narrower ones that clip its ends. For given codes c (less the zero) the best scale is
-c.w / c.c and leaves |w|^2 (1 - cos^2(c, w)), so the range with the largest cosine wins; its scale is
-fitted a second time, rounded to what is stored and to 8 significant bits, and the codes are taken
-last. Without zeros the extreme of a group, whatever its sign, is put near -8: such scales may be
-negative. At 8 bits the largest weight is 127 and nothing is tried. Operations are elementwise or
-within a group and use torch's threads. Figures: benchmarks/quant.py.
+`quantize` looks for the smallest squared error of each group. At 4 bits it tries sixteen pairs of scale
+and zero: scales by which the group just fits, wider ones, and narrower ones that clip its ends. What a
+try makes of a weight w, y, depends on nothing but where w lies between the codes of the scale that just
+fits, and on the zero. So y (2 w - y), by which the try lessens w^2, and y^2 stand in a table, for each
+try, zero and 64th of a code; one lookup for each weight, summed over the group, weighs all tries at
+once (`embedding_bag`). The largest gain G wins, and w.y / y.y = (G / y.y + 1) / 2 fits its scale to its
+codes. The scale is rounded to what is stored and to 8 significant bits, and the codes are taken last.
+Without zeros the extreme of a group, whatever its sign, is put near -8: such scales may be negative.
+At 8 bits the largest weight is 127 and nothing is tried. Operations are elementwise or within a group
+and use torch's threads. Figures: benchmarks/quant.py.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,11 +46,13 @@ from spmoe_lite.errors import DamagedError, UnsupportedError
 if TYPE_CHECKING:
     from spmoe_lite.precision import Scheme
 
-_TILE = 1 << 19  # weights in work at once: few enough to stay in cache, enough for many threads
+_TILE = 1 << 19  # weights that each thread has in work at once: few for a cache, many for a call
 _TINY = 2.0**-24
-# What is tried: shares of a group's range that 15 steps span, and steps from 0 to its extreme.
-_SHARES = (1.0, 0.96, 0.925, 0.89, 0.855, 0.82, 0.78)
-_STEPS = (8.0, 7.0, 7.5, 8.5, 9.0, 9.5)
+# What is tried, 16 of each: a scale over the one that just fits, and a step beside its zero.
+_WITH_ZEROS = [(share / 100, 0) for share in range(104, 84, -2)]
+_WITH_ZEROS += [(share / 100, step) for share in (96, 92, 88) for step in (-1, 1)]
+_WITHOUT_ZEROS = [(8 / (7 + fifth / 5), 0) for fifth in range(16)]
+_FIRST, _LAST, _FINE = -1, 17, 64  # the table is of weights from code -1 to 17, in 64ths
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,87 +119,93 @@ def quantize(weights: torch.Tensor, scheme: Scheme, *, name: str = "the matrix")
         )
     sizes = scheme.parts(rows, columns)
     matrix = view_matrix(torch.empty(sum(sizes), dtype=torch.uint8), scheme, rows, columns)
-    step = max(1, _TILE // columns)
+    padded = columns + -columns % scheme.block
+    step = max(1, min(rows, _TILE * torch.get_num_threads() // padded))
+    tile, work = torch.zeros(step, padded), torch.empty(step, padded)  # the padding stays 0
     for row in range(0, rows, step):
-        some = slice(row, min(row + step, rows))
-        tile = weights[some].float()
-        if padding := -columns % scheme.block:
-            tile = torch.nn.functional.pad(tile, (0, padding))
+        count = min(step, rows - row)
+        some = slice(row, row + count)
+        tile[:count, :columns] = weights[some]
         matrix.codes[:, some], matrix.scales[:, some] = _quantize_tile(
-            tile.contiguous(), scheme, name
+            tile[:count], work[:count], scheme, name
         )
     return matrix
 
 
 def _quantize_tile(
-    tile: torch.Tensor, scheme: Scheme, name: str
+    tile: torch.Tensor, work: torch.Tensor, scheme: Scheme, name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[R, whole blocks and groups] fp32 -> its codes and scales, packed."""
-    groups = tile.view(-1, scheme.group)
+    """[R, whole blocks and groups] fp32 -> its codes and scales, packed; `work` is overwritten."""
+    groups, work = tile.view(-1, scheme.group), work.view(-1, scheme.group)
     most, least = groups.amax(1, True), groups.amin(1, True)
     reach = float(torch.maximum(most, -least).max())
     if not math.isfinite(reach):
         raise DamagedError(f"{name} has weights that are not finite numbers; fetch it again")
-    fit = _fit(groups, most.clamp_(min=0), least.clamp_(max=0), scheme) if reach < 2**24 else None
-    if fit is None or not fit[0].isfinite().all():
+    fits = reach < 2**24
+    if fits:
+        scale, zero = _fit(groups, most.clamp_(min=0), least.clamp_(max=0), work, scheme)
+        fits = bool(scale.isfinite().all())
+    if not fits:
         raise UnsupportedError(
             f"{name} has weights up to {reach:.3g}, too large for {scheme}; keep it in floats"
         )
-    scale, zero = fit
-    codes = _codes(groups, scale, zero, scheme, torch.empty_like(groups)).add_(zero)
+    codes = torch.mul(groups, 1 / scale, out=work).round_().add_(zero)
+    codes.clamp_(0, 2 * scheme.middle - 1)
     scales, zeros = (each.view(len(tile), -1).t() for each in (scale, zero))
     return pack_codes(codes.view(tile.shape), scheme), pack_scales(scales, zeros, scheme)
 
 
 def _fit(
-    groups: torch.Tensor, most: torch.Tensor, least: torch.Tensor, scheme: Scheme
+    groups: torch.Tensor,
+    most: torch.Tensor,
+    least: torch.Tensor,
+    work: torch.Tensor,
+    scheme: Scheme,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale, as it is stored, and the zero [G, 1] of each group [G, group]; see the module."""
     if scheme.bits == 8:
         scale = torch.maximum(most, -least) / 127
         return _storable(scale, scheme), torch.full_like(scale, scheme.middle)
-    codes = torch.empty_like(groups)
-
-    def project(scale: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cosine between weights and codes, times |weights|, and the scale that fits best."""
-        _codes(groups, scale, zero, scheme, codes)
-        norm = torch.linalg.vector_norm(codes, dim=1, keepdim=True).clamp_(min=1)
-        cosine = codes.mul_(groups).sum(1, True) / norm  # in place: less memory is in work
-        return cosine.abs(), cosine / norm
-
     if scheme.zeros:
-        span, centre = (most - least).clamp_(min=_TINY) / 15, (most + least) / 2
-        scales = [span * share for share in _SHARES]
-        zeros = [(7.5 - centre / scale).round_().clamp_(0, 15) for scale in scales]
+        scale = (most - least).clamp_(min=_TINY) / 15
+        zero = (7.5 - (most + least) / (2 * scale)).round_().clamp_(0, 15)
     else:
-        extreme = torch.where(most > -least, most.clamp(min=_TINY), least.clamp(max=-_TINY))
-        scales = [extreme / -steps for steps in _STEPS]
-        zeros = [torch.full_like(extreme, scheme.middle)] * len(scales)
-    zero = zeros[0]
-    best, scale = project(scales[0], zero)
-    for other_scale, other_zero in zip(scales[1:], zeros[1:], strict=True):
-        cosine, fitted = project(other_scale, other_zero)
-        better = cosine > best
-        best = torch.where(better, cosine, best)
-        scale = torch.where(better, fitted, scale)
-        zero = torch.where(better, other_zero, zero)
-    scale = torch.where(scale == 0, _TINY, scale)
-    return _storable(project(scale, zero)[1], scheme), zero
+        scale = torch.where(most > -least, most.clamp(min=_TINY), least.clamp(max=-_TINY)) / -8
+        zero = torch.full_like(scale, scheme.middle)
+    tries = _tries(scheme.zeros)
+    origin = zero * ((_LAST - _FIRST + 1) * _FINE) + (0.5 - _FIRST * _FINE)  # the place of a 0
+    torch.mul(groups, _FINE / scale, out=work).add_(origin)
+    places = work.view(torch.int32).copy_(work)  # in place
+    sums = torch.nn.functional.embedding_bag(places, tries.table, mode="sum")
+    gains, squares = sums.chunk(2, 1)  # [G, 16] each
+    # Each gain's last bits give way to its number, and the largest tells both: `max` over so few takes
+    # three times as long. As integers, in the order of floats that are not negative.
+    numbered = gains.view(torch.int32).bitwise_and_(-16).bitwise_or_(tries.numbers)
+    best = (numbered.amax(1, True) & 15).long()
+    fit = (gains.gather(1, best) / squares.gather(1, best)).add_(1).div_(2)
+    scale = scale.mul_(fit).mul_(tries.ratios.take(best))
+    return _storable(scale, scheme), zero.add_(tries.steps.take(best)).clamp_(0, 15)
 
 
-def _codes(
-    groups: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor,
-    scheme: Scheme,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """The nearest codes, less their zero, in floats: [G, group], written to `out`."""
-    torch.mul(groups, 1 / scale, out=out).round_()
-    if not scheme.zeros:
-        return out.clamp_(-scheme.middle, scheme.middle - 1)
-    torch.maximum(out, -zero, out=out)
-    return torch.minimum(out, 2 * scheme.middle - 1 - zero, out=out)
+@dataclass(frozen=True, slots=True)
+class _Tries:
+    """table [16 zeros * places, gains and squares]; of each try its ratio, step and number, [16]."""
+
+    table: torch.Tensor
+    ratios: torch.Tensor
+    steps: torch.Tensor
+    numbers: torch.Tensor
+
+
+@cache
+def _tries(zeros: bool) -> _Tries:
+    ratios, steps = torch.tensor(_WITH_ZEROS if zeros else _WITHOUT_ZEROS).unbind(1)
+    zero = torch.arange(16)[:, None, None]
+    weight = torch.arange(_FIRST * _FINE, _LAST * _FINE)[:, None] / _FINE - zero  # [16, places, 1]
+    zero = (zero + steps).clamp_(0, 15)
+    made = ((weight / ratios + zero).round_().clamp_(0, 15) - zero) * ratios
+    table = torch.cat((made * (2 * weight - made), made**2 + _TINY), 2)  # no sum of squares is 0
+    return _Tries(table.flatten(0, 1), ratios, steps, torch.arange(16, dtype=torch.int32))
 
 
 def _storable(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
