@@ -46,7 +46,9 @@ from spmoe_lite.errors import DamagedError, UnsupportedError
 if TYPE_CHECKING:
     from spmoe_lite.precision import Scheme
 
-_TILE = 1 << 19  # weights that each thread has in work at once: few for a cache, many for a call
+_TILE = (
+    1 << 19
+)  # weights in work at once for each of up to eight threads: many for one call of torch
 _TINY = 2.0**-24
 # What is tried, 16 of each: a scale over the one that just fits, and a step beside its zero.
 _WITH_ZEROS = [(share / 100, 0) for share in range(104, 84, -2)]
@@ -120,7 +122,7 @@ def quantize(weights: torch.Tensor, scheme: Scheme, *, name: str = "the matrix")
     sizes = scheme.parts(rows, columns)
     matrix = view_matrix(torch.empty(sum(sizes), dtype=torch.uint8), scheme, rows, columns)
     padded = columns + -columns % scheme.block
-    step = max(1, min(rows, _TILE * torch.get_num_threads() // padded))
+    step = max(1, min(rows, _TILE * min(torch.get_num_threads(), 8) // padded))
     tile, work = torch.zeros(step, padded), torch.empty(step, padded)  # the padding stays 0
     for row in range(0, rows, step):
         count = min(step, rows - row)
