@@ -146,7 +146,7 @@ def _quantize_tile(
     fits = reach < 2**24
     if fits:
         scale, zero = _fit(groups, most.clamp_(min=0), least.clamp_(max=0), work, scheme)
-        fits = bool(scale.isfinite().all())
+        fits = math.isfinite(float(scale.sum()))
     if not fits:
         raise UnsupportedError(
             f"{name} has weights up to {reach:.3g}, too large for {scheme}; keep it in floats"
@@ -165,57 +165,49 @@ def _fit(
     scheme: Scheme,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale, as it is stored, and the zero [G, 1] of each group [G, group]; see the module."""
-    if scheme.bits == 8:
-        scale = torch.maximum(most, -least) / 127
-        return _storable(scale, scheme), torch.full_like(scale, scheme.middle)
     if scheme.zeros:
         scale = (most - least).clamp_(min=_TINY) / 15
         zero = (7.5 - (most + least) / (2 * scale)).round_().clamp_(0, 15)
     else:
-        scale = torch.where(most > -least, most.clamp(min=_TINY), least.clamp(max=-_TINY)) / -8
+        scale = torch.maximum(most, -least) / (127 if scheme.bits == 8 else 8)
         zero = torch.full_like(scale, scheme.middle)
-    tries = _tries(scheme.zeros)
+        if scheme.bits == 8:
+            return _storable(scale, scheme), zero
+        scale = scale.clamp_(min=_TINY / 8).copysign_(-most - least)  # the extreme is at -8
+    table, tries = _table(scheme.zeros)
     origin = zero * ((_LAST - _FIRST + 1) * _FINE) + (0.5 - _FIRST * _FINE)  # the place of a 0
     torch.mul(groups, _FINE / scale, out=work).add_(origin)
     places = work.view(torch.int32).copy_(work)  # in place
-    sums = torch.nn.functional.embedding_bag(places, tries.table, mode="sum")
+    sums = torch.nn.functional.embedding_bag(places, table, mode="sum")
     gains, squares = sums.chunk(2, 1)  # [G, 16] each
     # Each gain's last bits give way to its number, and the largest tells both: `max` over so few takes
     # three times as long. As integers, in the order of floats that are not negative.
-    numbered = gains.view(torch.int32).bitwise_and_(-16).bitwise_or_(tries.numbers)
+    numbers = torch.arange(16, dtype=torch.int32)
+    numbered = gains.view(torch.int32).bitwise_and_(-16).bitwise_or_(numbers)
     best = (numbered.amax(1, True) & 15).long()
+    ratio, step = tries.index_select(0, best.flatten()).split(1, 1)
     fit = (gains.gather(1, best) / squares.gather(1, best)).add_(1).div_(2)
-    scale = scale.mul_(fit).mul_(tries.ratios.take(best))
-    return _storable(scale, scheme), zero.add_(tries.steps.take(best)).clamp_(0, 15)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tries:
-    """table [16 zeros * places, gains and squares]; of each try its ratio, step and number, [16]."""
-
-    table: torch.Tensor
-    ratios: torch.Tensor
-    steps: torch.Tensor
-    numbers: torch.Tensor
+    return _storable(scale.mul_(ratio).mul_(fit), scheme), zero.add_(step).clamp_(0, 15)
 
 
 @cache
-def _tries(zeros: bool) -> _Tries:
-    ratios, steps = torch.tensor(_WITH_ZEROS if zeros else _WITHOUT_ZEROS).unbind(1)
+def _table(zeros: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """[16 zeros * places, 16 gains and 16 squares], and the tries it is of, [16, 2]."""
+    tries = torch.tensor(_WITH_ZEROS if zeros else _WITHOUT_ZEROS)
+    ratio, step = tries.unbind(1)
     zero = torch.arange(16)[:, None, None]
     weight = torch.arange(_FIRST * _FINE, _LAST * _FINE)[:, None] / _FINE - zero  # [16, places, 1]
-    zero = (zero + steps).clamp_(0, 15)
-    made = ((weight / ratios + zero).round_().clamp_(0, 15) - zero) * ratios
+    zero = (zero + step).clamp_(0, 15)
+    made = ((weight / ratio + zero).round_().clamp_(0, 15) - zero) * ratio
     table = torch.cat((made * (2 * weight - made), made**2 + _TINY), 2)  # no sum of squares is 0
-    return _Tries(table.flatten(0, 1), ratios, steps, torch.arange(16, dtype=torch.int32))
+    return table.flatten(0, 1), tries
 
 
 def _storable(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """The nearest scales that the scheme holds and bf16 too, in fp32; infinite beyond fp16."""
     least = 2.0**-21 if scheme.zeros else 2.0**-24  # the smallest fp16 with the bits that are left
-    near = scale.bfloat16().float().abs()
-    subnormal = (near / least).round_().clamp_(min=1).mul_(least)
-    return torch.where(near < 2.0**-14, subnormal, near).copysign_(scale).half().float()
+    steps = scale.bfloat16().float().abs_().div_(least).round_()  # whole already from 2^-14 on
+    return steps.clamp_(min=1).mul_(least).copysign_(scale).half().float()
 
 
 def view_matrix(run: torch.Tensor, scheme: Scheme, rows: int, columns: int) -> QuantizedMatrix:
