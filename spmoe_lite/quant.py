@@ -46,9 +46,7 @@ from spmoe_lite.errors import DamagedError, UnsupportedError
 if TYPE_CHECKING:
     from spmoe_lite.precision import Scheme
 
-_TILE = (
-    1 << 19
-)  # weights in work at once for each of up to eight threads: many for one call of torch
+_TILE = 1 << 19  # weights in work at once for each of up to eight threads
 _TINY = 2.0**-24
 # What is tried, 16 of each: a scale over the one that just fits, and a step beside its zero.
 _WITH_ZEROS = [(share / 100, 0) for share in range(104, 84, -2)]
@@ -123,7 +121,8 @@ def quantize(weights: torch.Tensor, scheme: Scheme, *, name: str = "the matrix")
     matrix = view_matrix(torch.empty(sum(sizes), dtype=torch.uint8), scheme, rows, columns)
     padded = columns + -columns % scheme.block
     step = max(1, min(rows, _TILE * min(torch.get_num_threads(), 8) // padded))
-    tile, work = torch.zeros(step, padded), torch.empty(step, padded)  # the padding stays 0
+    tile = torch.zeros(step, padded, dtype=torch.float32)  # the padding stays 0
+    work = torch.empty_like(tile)
     for row in range(0, rows, step):
         count = min(step, rows - row)
         some = slice(row, row + count)
@@ -193,10 +192,11 @@ def _fit(
 @cache
 def _table(zeros: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """[16 zeros * places, 16 gains and 16 squares], and the tries it is of, [16, 2]."""
-    tries = torch.tensor(_WITH_ZEROS if zeros else _WITHOUT_ZEROS)
+    tries = torch.tensor(_WITH_ZEROS if zeros else _WITHOUT_ZEROS, dtype=torch.float32)
     ratio, step = tries.unbind(1)
-    zero = torch.arange(16)[:, None, None]
-    weight = torch.arange(_FIRST * _FINE, _LAST * _FINE)[:, None] / _FINE - zero  # [16, places, 1]
+    zero = torch.arange(16, dtype=torch.float32)[:, None, None]
+    place = torch.arange(_FIRST * _FINE, _LAST * _FINE, dtype=torch.float32)[:, None]
+    weight = place / _FINE - zero  # [16, places, 1]
     zero = (zero + step).clamp_(0, 15)
     made = ((weight / ratio + zero).round_().clamp_(0, 15) - zero) * ratio
     table = torch.cat((made * (2 * weight - made), made**2 + _TINY), 2)  # no sum of squares is 0
