@@ -70,9 +70,7 @@ def choose(
         raise UsageError(f"two models: {pack} and {model}")
     draft_path = find_pack(draft) if draft else None
     named = model if pack is None else pack
-    if (
-        named is not None
-    ):  # an empty one, of a variable that is not set, is no wish for the last used
+    if named is not None:  # perhaps empty, of a variable that is not set: no wish for the last used
         return find_pack(named), draft_path
     from spmoe_lite.library import default_target
 

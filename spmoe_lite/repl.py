@@ -89,9 +89,7 @@ class PlainReader:
         line = sys.stdin.readline()
         if not line:
             return None
-        return line.removeprefix("\ufeff").rstrip(
-            "\n"
-        )  # a mark that some editors begin a file with
+        return line.removeprefix("\ufeff").rstrip("\n")  # a mark that some editors begin with
 
 
 class LineEditor:
