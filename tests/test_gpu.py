@@ -243,6 +243,7 @@ def test_kind_l_o37_another_thread_may_generate(packs):
     assert got == [expected.token_ids]
 
 
+@pytest.mark.alone
 def test_kind_l_o36_close_gives_the_device_back(packs):
     sizes = []
     for _ in range(4):

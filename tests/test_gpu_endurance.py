@@ -96,6 +96,7 @@ def refused(kind, call):
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.alone
 @regimes()
 def test_ten_thousand_tokens_take_no_memory(packs, place, how):
     """Answers of all kinds: greedy, sampled, cut off by the reader; after the first ones nothing grows."""
@@ -119,6 +120,7 @@ def test_ten_thousand_tokens_take_no_memory(packs, place, how):
         assert written >= length * rounds
 
 
+@pytest.mark.alone
 @regimes()
 def test_engines_come_and_go(packs, place, how):
     seen = []
@@ -134,6 +136,7 @@ def test_engines_come_and_go(packs, place, how):
 # --- faults --------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("what", ["slots", "capture", "pass"])
 def test_a_full_device_is_said_and_nothing_stays(packs, place, what, monkeypatch):
     if what == "capture" and place == "cpu":
@@ -195,6 +198,7 @@ def test_a_capture_that_fails_leaves_steps_to_the_host(packs, monkeypatch):
 
 
 @GPU
+@pytest.mark.alone
 @pytest.mark.parametrize("after", [0, 1])
 def test_page_locking_that_is_refused_costs_speed_alone(packs, after, monkeypatch):
     with load(packs, "cuda") as engine:

@@ -165,6 +165,7 @@ def test_unregistering_twice_leaves_no_error_behind(path):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_kind_l_o36_closing_waits_for_copies_and_gives_everything_back(file_pack):
     stride, sizes = file_pack.expert_layout.stride, []
     slots = torch.empty((file_pack.expert_count(), stride), dtype=torch.uint8, device=GPU)
@@ -325,6 +326,7 @@ def test_t0_text_and_logits_do_not_depend_on_the_tier(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_kind_l_o36_a_tier_gives_everything_back(file_pack):
     stride, sizes = file_pack.expert_layout.stride, []
     slab = DeviceSlab(2, stride, GPU)

@@ -300,6 +300,7 @@ def test_on_a_gpu_the_link_is_measured_by_copies_and_by_the_kernel(packs, pin, t
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("options", [{"slots": 6}, {"slots": 6, "pin": "none"}, {"slots": 24}])
 def test_on_a_gpu_the_plan_is_a_cap(packs, options):
     def used():
