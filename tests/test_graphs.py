@@ -11,6 +11,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from spmoe_lite import decoder, draftgraphs, drafting, graphs
 from spmoe_lite.config import SamplingParams
@@ -291,6 +294,59 @@ def test_kind_l_o36_graphs_go_with_their_engine(pair, monkeypatch, draft):
                 assert kept() is None and all(source() is None for source in sources)
             finally:
                 gc.enable()
+
+
+class Reads(TorchDispatchMode):
+    """The memory that operations read and none of them made; numbers alone are part of a launch."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self._made = {}, []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        made = function(*arguments, **(options or {}))
+        ours = {storage._cdata for storage in self._made}
+        for tensor in tree_leaves((arguments, options)):
+            if isinstance(tensor, torch.Tensor) and tensor.ndim:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in ours:
+                    self.found[storage._cdata] = storage.data_ptr(), StorageWeakRef(storage)
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.found:
+                    self._made.append(storage)
+        return made
+
+
+@pytest.mark.parametrize("draft", [None, "noisy"])
+def test_what_graphs_read_is_kept(pair, monkeypatch, draft):
+    """A graph knows addresses: what lies there must be held by somebody as long as the engine is open."""
+    without_gpu(monkeypatch)
+    reads = []
+
+    def noted(run, rows, reset, pool):
+        reset()
+        reads.append(Reads())
+        with reads[-1]:
+            return object(), run(rows)
+
+    for module in (graphs, draftgraphs):
+        monkeypatch.setattr(module, "capture", noted)
+    for make in [capture, capture_drafts] if draft else [capture]:
+        reads.clear()
+        with Engine.load(pair["target"], draft and pair[draft], device="cpu", slots=24) as engine:
+            make(engine)
+            gc.collect()
+            models = [engine.decoder.target, engine.decoder.draft][: 1 + bool(draft)]
+            # Experts are read through views that are made for each pass.
+            slabs = [model.source._slab.slots for model in models]
+            spans = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in slabs]
+            found = [one for read in reads for one in read.found.values()]
+            assert len(found) > 30
+            for address, storage in found:
+                inside = any(begin <= address < end for begin, end in spans)
+                assert inside or not storage.expired(), hex(address)
 
 
 def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch):
