@@ -168,11 +168,12 @@ def _fit(
         scale = (most - least).clamp_(min=_TINY) / 15
         zero = (7.5 - (most + least) / (2 * scale)).round_().clamp_(0, 15)
     else:
-        scale = torch.maximum(most, -least) / (127 if scheme.bits == 8 else 8)
+        # Signs of zeros depend on vector widths in `maximum`, so on the company: none is let through.
+        scale = torch.maximum(most, -least).abs_() / (127 if scheme.bits == 8 else 8)
         zero = torch.full_like(scale, scheme.middle)
         if scheme.bits == 8:
             return _storable(scale, scheme), zero
-        scale = scale.clamp_(min=_TINY / 8).copysign_(-most - least)  # the extreme is at -8
+        scale = scale.clamp_(min=_TINY / 8).copysign_(0 - most - least)  # the extreme is at -8
     table, tries = _table(scheme.zeros)
     origin = zero * ((_LAST - _FIRST + 1) * _FINE) + (0.5 - _FIRST * _FINE)  # the place of a 0
     torch.mul(groups, _FINE / scale, out=work).add_(origin)

@@ -224,6 +224,8 @@ def test_a_row_has_the_same_bits_in_any_company(scheme, monkeypatch):
     weights = heavy_tailed(37, 1408)
     if weights.shape[1] % scheme.group:
         weights = weights[:, :1280]
+    weights[::3, :128] = 0
+    weights[3::6, :128] = -0.0
     whole = quantize(weights, scheme)
 
     def same(matrix, rows):
@@ -233,6 +235,7 @@ def test_a_row_has_the_same_bits_in_any_company(scheme, monkeypatch):
     for rows in (slice(0, 1), slice(36, 37), slice(3, 20)):
         same(quantize(weights[rows], scheme), rows)
     same(quantize(weights.t().contiguous().t(), scheme), slice(None))
+    same(quantize(weights + 0.0, scheme), slice(None))  # the sign of a zero weight is nothing
     threads = torch.get_num_threads()
     try:
         for count, tile in ((1, 1 << 19), (3, 1 << 19), (2, 5000), (2, 1)):
