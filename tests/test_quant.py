@@ -171,6 +171,36 @@ def test_the_table_finds_the_best_try(scheme, offset):
     assert loss(weights, quantize(weights, scheme).dequantize()) < 1.006 * best
 
 
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if s.bits == 4], ids=str)
+def test_a_weight_counts_as_the_64th_nearest_to_it(scheme):
+    """The scale is that of a search in fp64, and shifts by almost half a 64th do not change it.
+
+    All weights are negative: a bias does not cancel. The extreme makes the first scale 2^-6. A
+    few groups may differ, where tries are as good as each other or a scale lies between two.
+    """
+    top = 15 if scheme.zeros else 8
+    generator = torch.Generator().manual_seed(7)
+    normal = torch.randn(640, scheme.group, generator=generator).double()
+    places = (normal.abs() * -20 * top).round().clamp(1 - 64 * top, -1)
+    exact = places / 64  # in codes of the first scale
+    exact[:, 0] = -top
+    tries = torch.tensor(quant._WITH_ZEROS if scheme.zeros else quant._WITHOUT_ZEROS).double()
+    gains, fitted = [], []
+    for ratio, step in tries:
+        zero = (top + step).clamp(0, 15)
+        codes = (exact / ratio + zero).round().clamp(0, 15) - zero
+        product, square = (codes * exact).sum(1), (codes**2).sum(1)
+        gains.append((2 * product - ratio * square) * ratio)
+        fitted.append(product / square)
+    best = torch.stack(gains).argmax(0, keepdim=True)
+    wanted = (torch.stack(fitted).gather(0, best)[0] / 64).bfloat16().float()
+    for shift in (0, -0.49, 0.49):
+        weights = (places + shift) / 64
+        weights[:, 0] = -top
+        scales = unpack_scales(quantize(weights.float() / 64, scheme).scales, scheme)[0][0]
+        assert (scales == wanted).double().mean() > 0.98
+
+
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_codes_are_the_nearest_to_the_stored_scale(scheme):
     weights = heavy_tailed(31, 640)
