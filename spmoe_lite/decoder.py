@@ -267,12 +267,15 @@ class Decoder:
                 )
         if count <= 0:
             return []
+        known = len(tokens)
+        captured = self.drafts is not None and known > 1
         if self.prefetcher is not None:
             self.last_cutoff = self._cutoff_layer(count)
+            if captured:
+                self.last_cutoff = min(self.last_cutoff, self.drafts.layers_ahead)
             self.prefetcher.start_step(self.last_cutoff)
-        known = len(tokens)
         started = time.perf_counter()
-        if self.drafts is not None and known > 1:
+        if captured:
             self._catch_up(known - 2, cancel)
             foresee = None if self.prefetcher is None else self.prefetcher.foresee
             pick = None if sampler.greedy else sampler.pick_row

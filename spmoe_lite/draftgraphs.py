@@ -128,7 +128,8 @@ class DraftSteps:
     ):
         """layers_ahead: the target's first layers, for which `predictor` names experts."""
         device = model.device
-        self._predictor, self._layers = predictor, layers_ahead if predictor is not None else 0
+        self._predictor = predictor
+        self.layers_ahead = layers_ahead if predictor is not None else 0
         self._params = torch.zeros(IDS + 2 + most, dtype=torch.int32, device=device)
         self._predicted: list[torch.Tensor] = []  # of the layers seen so far
         self._chosen: torch.Tensor | None = None  # [K, P, k]
@@ -155,7 +156,7 @@ class DraftSteps:
             number=self._params[NUMBER : NUMBER + 1],
             ids=self._params[IDS:],
             num_tokens=num_tokens,
-            seen=self._predict if self._layers else None,
+            seen=self._predict if self.layers_ahead else None,
             capture=lambda run, rows: capture(run, rows, reset, pool),
         )
 
@@ -203,9 +204,9 @@ class DraftSteps:
 
     def _predict(self, layer: int, state: torch.Tensor, index: torch.Tensor, first: bool) -> None:
         assert self._predictor is not None
-        if layer < self._layers:
+        if layer < self.layers_ahead:
             self._predicted.append(self._predictor.choose(layer, state))
-        if layer + 1 == self._layers:
+        if layer + 1 == self.layers_ahead:
             chosen, self._predicted = torch.cat(self._predicted), []
             if self._chosen is None:
                 self._chosen = chosen.new_zeros((self._most, *chosen.shape))

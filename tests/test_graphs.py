@@ -523,3 +523,14 @@ def test_captured_drafts_are_the_draft_s_own(pair, monkeypatch, tmp_path, drafts
         recorded.append([sorted(p.predictions) for p in read_trace(how["trace"]).passes])
     assert texts[0] == texts[1]
     assert recorded[:2] == recorded[2:] and any(recorded[1])
+
+
+def test_the_cutoff_that_is_told_is_the_one_that_is_kept(pair, monkeypatch):
+    """Captured drafts say nothing of the layers beyond theirs."""
+    without_gpu(monkeypatch)
+    with Engine.load(pair["target"], pair["noisy"], device="cpu", slots=9, cutoff=3) as engine:
+        engine.generate(PROMPT, max_tokens=8).result
+        assert engine.stats()["cutoff_layer"] == 3
+        capture_drafts(engine, layers=2)
+        engine.generate([*PROMPT, 5], max_tokens=8).result
+        assert engine.stats()["cutoff_layer"] == 2
