@@ -267,7 +267,7 @@ class Decoder:
                 )
         if count <= 0:
             return []
-        known = len(tokens)
+        known, unread = len(tokens), len(tokens) - kv.length
         captured = self.drafts is not None and known > 1
         if self.prefetcher is not None:
             self.last_cutoff = self._cutoff_layer(count)
@@ -288,7 +288,7 @@ class Decoder:
                 check(cancel)
                 logits = self.draft.forward(tokens[kv.length :], kv, on_attention=observe)[0]
                 tokens.append(sampler.pick_row(logits, tokens))
-        if known - self.session.prompt_length > 1:  # an answer's first draft also reads the prompt
+        if unread <= 2:  # else it also read a prompt, or what plain steps have written
             self.drift.observe(draft_token_ms=(time.perf_counter() - started) * 1e3 / count)
         return tokens[known:]
 

@@ -19,7 +19,6 @@ class Session:
 
     def __init__(self, target_kv: KVCache, draft_kv: KVCache | None):
         self.tokens: list[int] = []
-        self.prompt_length = 0
         self.target_kv = target_kv
         self.draft_kv = draft_kv
 
@@ -32,7 +31,6 @@ class Session:
             same += 1
         self._roll_back(min(same, len(prompt) - 1))
         self.tokens = list(prompt)
-        self.prompt_length = len(prompt)
         return self.target_kv.length
 
     def pending(self, kv: KVCache) -> list[int]:

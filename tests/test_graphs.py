@@ -534,3 +534,27 @@ def test_the_cutoff_that_is_told_is_the_one_that_is_kept(pair, monkeypatch):
         capture_drafts(engine, layers=2)
         engine.generate([*PROMPT, 5], max_tokens=8).result
         assert engine.stats()["cutoff_layer"] == 2
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_draft_that_reads_what_plain_steps_wrote_is_no_measure(pair, monkeypatch, captured):
+    without_gpu(monkeypatch)
+    with Engine.load(pair["target"], pair["noisy"], device="cpu", slots=9) as engine:
+        if captured:
+            capture_drafts(engine)
+        decoder, steps, seen = engine.decoder, [], []
+        propose, c = decoder._propose, engine.counters
+
+        def noted(*asked):
+            unread = len(decoder.session.tokens) - decoder.session.draft_kv.length
+            seen.clear()
+            if proposal := propose(*asked):
+                steps.append((unread > 2, bool(seen)))
+            return proposal
+
+        monkeypatch.setattr(decoder, "_propose", noted)
+        monkeypatch.setattr(decoder.drift, "observe", lambda **ms: seen.extend(ms))
+        monkeypatch.setattr(decoder.length, "next", lambda: 4 * (c.steps % 6 > 2))
+        engine.generate(PROMPT, max_tokens=40).result
+        assert steps.count((True, False)) > 1 < steps.count((False, True))
+        assert len(set(steps)) == 2
