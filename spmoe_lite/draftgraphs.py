@@ -15,6 +15,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,9 +43,16 @@ def capture(
     run(rows)  # compiles and loads what the capture must not wait for
     graph, how = torch.cuda.CUDAGraph(), {"capture_error_mode": "thread_local"}
     with capturing, _no_collection():
-        with torch.cuda.graph(graph, pool=pool, **how):  # waits for the device first
+        stream = _stream_of(torch.cuda.current_device())
+        with torch.cuda.graph(graph, pool=pool, stream=stream, **how):  # waits for the device first
             kept = run(rows)
     return graph, kept
+
+
+@cache
+def _stream_of(device: int) -> torch.cuda.Stream:
+    """Where a GPU's graphs are captured: torch's own is of the GPU that was captured on first."""
+    return torch.cuda.Stream(device)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 Captured for real they are tested in test_gpu.py.
 """
 
+import contextlib
 import gc
 import random
 import threading
@@ -364,8 +365,31 @@ def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", Graph)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(draftgraphs, "_stream_of", str)
     _, kept = draftgraphs.capture(lambda rows: (rows, gc.isenabled()), 3, list, None)
     assert seen == [False] and kept == (3, False) and gc.isenabled()
+
+
+def test_graphs_are_captured_on_a_stream_of_their_own_gpu(monkeypatch):
+    """Two engines on two GPUs: torch captures on a stream of the first one, whichever is current."""
+    streams = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("stream of", device))
+
+    @contextlib.contextmanager
+    def graph(made, pool, stream, **how):
+        streams.append(stream)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    draftgraphs._stream_of.cache_clear()
+    for device in (1, 0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
+        draftgraphs.capture(lambda rows: rows, 3, list, None)
+    draftgraphs._stream_of.cache_clear()
+    assert streams == [("stream of", device) for device in (1, 0, 1)]
+    assert streams[0] is streams[2]  # graphs that share memory are captured on one stream
 
 
 def test_recency_on_the_device_after_a_step_too_many(pair, plain, monkeypatch):
