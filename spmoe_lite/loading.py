@@ -498,13 +498,14 @@ class Loader:
         if draft is None:
             return Profile(copy_ms, 0.0, 0.0)
         kv, times = self._kv_cache(draft, 4), []
-        for _ in range(2):
-            started = time.perf_counter()
-            if drafts is not None:
-                drafts.propose([0, 0], 1, None, None, None)
-            else:
-                draft.forward([0], kv).sum().item()
-            times.append((time.perf_counter() - started) * 1e3)
+        with current(self.parts.device):
+            for _ in range(2):
+                started = time.perf_counter()
+                if drafts is not None:
+                    drafts.propose([0, 0], 1, None, None, None)
+                else:
+                    draft.forward([0], kv).sum().item()
+                times.append((time.perf_counter() - started) * 1e3)
         return Profile(copy_ms, min(times), min(times) / len(target.blocks))
 
 

@@ -1,5 +1,6 @@
 """Profiles: what is measured, kept and used; the model of a step's time by hand-made figures."""
 
+import contextlib
 import json
 import os
 import threading
@@ -9,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmoe_lite import cli, cutoff, diskreads, ramtier, terminal
+from spmoe_lite import cli, cutoff, diskreads, loading, ramtier, terminal
 from spmoe_lite import profile as profiles
 from spmoe_lite.converters import convert
 from spmoe_lite.cutoff import Profile, load_profile, save_profile
 from spmoe_lite.engine import Engine
 from spmoe_lite.errors import Cancelled, SpmoeError, UsageError
 from spmoe_lite.loading import profile_path
+from spmoe_lite.model import Transformer
 from spmoe_lite.profile import measure, profile
 from spmoe_lite.progress import Progress
 from tests import tiny
@@ -48,6 +50,26 @@ def test_it_is_measured_kept_and_used(packs):
     with Engine.load(*packs, device="cpu", slots=12) as engine:  # the slots change no time
         assert engine.decoder.drift.profile == measured
         assert engine.generate([0, 5, 6], max_tokens=8).result.token_ids == first
+
+
+def test_the_first_draft_is_timed_on_the_engine_s_own_gpu(packs, monkeypatch, tmp_path):
+    """Another may be current: streams and events, and what waits for them, would be that one's."""
+    inside, passes, forward = [], [], Transformer.forward
+
+    @contextlib.contextmanager
+    def current(device):
+        inside.append(device)
+        yield
+        inside.pop()
+
+    def noted(*args, **how):
+        passes.append(list(inside))
+        return forward(*args, **how)
+
+    monkeypatch.setattr(loading, "current", current)
+    monkeypatch.setattr(Transformer, "forward", noted)
+    with Engine.load(*packs, device="cpu", slots=6, home=tmp_path) as engine:
+        assert passes == 2 * [[engine.device]]
 
 
 @pytest.mark.parametrize("options", [{"slots": 6}, {"slots": 24}, {"slots": 6, "ctx_size": 8}])
