@@ -110,6 +110,8 @@ class Decoder:
         """Feed the prompt to the target in chunks, but for its last one, which `step` takes."""
         kv, tokens = self.session.target_kv, self.session.tokens
         self._read_from = kv.length
+        if self.prefetcher is not None:
+            self.prefetcher.end_step()  # of a step that Ctrl-C kept from its commit
         with self._device():
             if self.graphs is not None and self.graphs.ahead is not None:
                 self.graphs.leave(self.store)

@@ -582,3 +582,30 @@ def test_a_draft_that_reads_what_plain_steps_wrote_is_no_measure(pair, monkeypat
         engine.generate(PROMPT, max_tokens=40).result
         assert steps.count((True, False)) > 1 < steps.count((False, True))
         assert len(set(steps)) == 2
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_predictions_of_a_step_that_was_never_committed_count_for_no_other(
+    pair, monkeypatch, captured
+):
+    """Ctrl-C between the two; the next answer's first pass drafts nothing and predicts nothing."""
+    without_gpu(monkeypatch)
+    with Engine.load(pair["target"], pair["noisy"], device="cpu", slots=9, cutoff=2) as engine:
+        if captured:
+            capture_drafts(engine)
+        engine.generate(PROMPT, max_tokens=9).result
+        commit = engine.decoder.commit
+
+        def struck(step, count):
+            if step.num_drafted:
+                raise KeyboardInterrupt
+            commit(step, count)
+
+        engine.decoder.commit = struck
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(PROMPT[:5], max_tokens=9).result
+        engine.decoder.commit = commit
+        before = engine.counters.copy()
+        engine.generate([1, 8, 9], max_tokens=1).result
+        seen = engine.counters.since(before)
+        assert seen.tokens == 1 and seen.predictions == seen.wanted == 0
