@@ -246,7 +246,8 @@ class Pack:
             while done < len(view):
                 count = _read_at(file, start + done, view[done:], self._lock)
                 if count == 0:
-                    raise DamagedError(f"{path} ends at byte {start + done}; convert again")
+                    size = os.fstat(file.fileno()).st_size
+                    raise DamagedError(f"{path} ends at byte {size}; convert again")
                 done += count
         except OSError as error:
             raise disk_error(error, path, "read") from error
