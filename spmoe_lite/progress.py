@@ -43,6 +43,11 @@ def size(count: float, more: int = 0) -> str:
     return f"{count:.{decimals}f} {units[power]}"
 
 
+def many(what: str, count: int) -> str:
+    """The word beside a number of them: `token` for 1, else `tokens`."""
+    return what if count == 1 else what + "s"
+
+
 def sizes_apart(one: int, other: int) -> tuple[str, str]:
     """`size` of two that are compared, with as many digits more as it takes to read which is larger."""
     more = 0

@@ -20,6 +20,7 @@ import click
 
 from spmoe_lite.errors import DamagedError, NotFoundError, SpmoeError, UsageError
 from spmoe_lite.files import write_whole
+from spmoe_lite.progress import many
 from spmoe_lite.stats import in_words
 from spmoe_lite.terminal import (
     ProgressDisplay,
@@ -290,7 +291,8 @@ class Repl:
         if result.finish_reason == "cancelled":
             note("stopped; the conversation goes on, Ctrl-C again leaves")
         elif result.finish_reason == "length":
-            note(f"cut at {result.completion_tokens} tokens (--max-tokens, /set max-tokens)")
+            count = result.completion_tokens
+            note(f"cut at {count} {many('token', count)} (--max-tokens, /set max-tokens)")
         elif result.finish_reason == "context":
             note(
                 f"the context of {self.engine.ctx_size} tokens is full: /clear starts over, "

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from spmoe_lite.progress import size
+from spmoe_lite.progress import many, size
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ class RunStats:
 
     def line(self) -> str:
         """The closing line of an answer, in plain words."""
-        parts = [f"{self.completion_tokens} tokens"]
+        parts = [f"{self.completion_tokens} {many('token', self.completion_tokens)}"]
         if self.tokens_per_second is not None:
             parts.append(f"{self.tokens_per_second:.1f} tok/s")
         if self.completion_tokens:
@@ -149,20 +149,25 @@ def in_words(stats: dict[str, Any]) -> list[list[str]]:
     if stats.get("experts"):
         rows["experts in slots"] = f"{stats['slots']:,} of {stats['experts']:,}"
     if c.tokens:
-        each = f" in {c.steps:,} steps, {c.tokens / c.steps:.2f} a step" if c.steps else ""
-        rows["written"] = f"{c.tokens:,} tokens{each}"
+        rows["written"] = f"{c.tokens:,} {many('token', c.tokens)}"
+        if c.steps:
+            each = f"{c.tokens / c.steps:.2f} a step"
+            rows["written"] += f" in {c.steps:,} {many('step', c.steps)}, {each}"
     if c.drafted:
-        rows["drafted"] = f"{c.drafted:,} tokens, {c.accepted / c.drafted:.0%} accepted"
+        share = f"{c.accepted / c.drafted:.0%}"
+        rows["drafted"] = f"{c.drafted:,} {many('token', c.drafted)}, {share} accepted"
     if c.accesses:
         by_use, by_layer = c.access_hits / c.accesses, c.unique_hits / c.unique
         rows["hits"] = f"{by_use:.0%} of uses, {by_layer:.0%} of the experts that a layer needs"
     if c.bytes_moved:
         ahead = f", {c.prefetches:,} ahead of need" if c.prefetches else ""
-        rows["moved"] = f"{size(c.bytes_moved)}: {c.loads:,} experts when needed{ahead}"
+        loads = f"{c.loads:,} {many('expert', c.loads)}"
+        rows["moved"] = f"{size(c.bytes_moved)}: {loads} when needed{ahead}"
     if c.prefetches or c.prefetch_dropped:
+        layers = stats.get("cutoff_layer") or 0
         rows["copied ahead"] = (
             f"{c.prefetch_useful:,} in time, {c.prefetch_late:,} late, {c.prefetch_wasted:,} never "
-            f"used; for {stats.get('cutoff_layer') or 0} layers now"
+            f"used; for {layers} {many('layer', layers)} now"
         )
     if c.wanted:
         rows["predicted"] = f"{c.predicted_used / c.wanted:.0%} of the experts used"

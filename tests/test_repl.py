@@ -441,6 +441,9 @@ def test_set_limits_and_stop_strings(repl, capsys):
     shown = capsys.readouterr()
     assert shown.out == "You said: \n"
     assert "cut at 2 tokens" in shown.err
+    repl.handle("/set max-tokens 1")
+    repl.say("hello")
+    assert "cut at 1 token (" in capsys.readouterr().err
     repl.handle("/set stop -")
     repl.handle("/set max-tokens 0")
     assert (repl.stop, repl.max_tokens) == ((), None)

@@ -28,6 +28,17 @@ def test_every_figure_that_was_counted_is_said(regime):
     assert ("bytes" in words["waited for experts"]) == (regime != "host-driven")
 
 
+def test_one_of_a_thing_is_not_several():
+    one = Counters(tokens=1, steps=1, drafted=1, loads=1, bytes_moved=9, prefetches=1)
+    words = dict(in_words({"counters": one, "cutoff_layer": 1}))
+    assert words["written"] == "1 token in 1 step, 1.00 a step"
+    assert words["drafted"] == "1 token, 0% accepted"
+    assert words["moved"] == "9 bytes: 1 expert when needed, 1 ahead of need"
+    assert words["copied ahead"].endswith("for 1 layer now")
+    lines = [RunStats(n, 0.0, 0.1, Counters()).line() for n in (0, 1, 2)]
+    assert [line.partition(" · ")[0] for line in lines] == ["0 tokens", "1 token", "2 tokens"]
+
+
 def test_what_was_never_counted_is_not_said():
     words = in_words({"counters": Counters(), "regime": "host-driven", "slots": 0, "experts": 0})
     assert words == [["steps", REGIMES["host-driven"]]]
