@@ -210,16 +210,33 @@ def temporary_pair(
 
     One that a killed run left there goes first: nobody holds its lock.
     """
+    with _made(folder):
+        with naming(folder, "write"):
+            for left in filter(_is_left, folder.glob(PREFIX + "*")):
+                with contextlib.suppress(BusyError), locked(left):
+                    shutil.rmtree(left, ignore_errors=True)
+            there = tempfile.TemporaryDirectory(
+                prefix=PREFIX, dir=folder, ignore_cleanup_errors=True
+            )
+        with there as work, locked(Path(work)):
+            with making("the synthetic pair", "give another --folder, or fewer --layers"):
+                paths = write_pair(pair, Path(work), cancel=cancel, on_progress=on_progress)
+            yield paths
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """A folder, made with all it lies in; what was not there before goes at the end, unless it is in use."""
     with naming(folder, "write"):
-        folder.mkdir(parents=True, exist_ok=True)
-        for left in filter(_is_left, folder.glob(PREFIX + "*")):
-            with contextlib.suppress(BusyError), locked(left):
-                shutil.rmtree(left, ignore_errors=True)
-        there = tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder, ignore_cleanup_errors=True)
-    with there as work, locked(Path(work)):
-        with making("the synthetic pair", "give another --folder, or fewer --layers"):
-            paths = write_pair(pair, Path(work), cancel=cancel, on_progress=on_progress)
-        yield paths
+        new = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        with naming(folder, "write"):
+            folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for one in new:
+            with contextlib.suppress(OSError):  # somebody has put something there
+                one.rmdir()
 
 
 def _is_left(path: Path) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from spmoe_lite import Engine, synthetic
 from spmoe_lite.config import SamplingParams
-from spmoe_lite.errors import Cancelled, CapacityError, UsageError
+from spmoe_lite.errors import Cancelled, CapacityError, SpmoeError, UsageError
 from spmoe_lite.hostmap import HostMap
 from spmoe_lite.pack import Pack
 from spmoe_lite.plan import ModelSize
@@ -158,6 +158,24 @@ def test_a_full_disk_and_a_cancel_leave_nothing(tmp_path, monkeypatch):
         with synthetic.temporary_pair(Pair.of("tiny"), tmp_path / "new"):
             assert Pack.open(target).name == "tiny"  # what another run uses stays
     assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_folders_that_were_made_for_a_pair_go_with_it(tmp_path):
+    folder, cancel = tmp_path / "a" / "b" / "c", threading.Event()
+    with synthetic.temporary_pair(Pair.of("tiny"), folder) as (target, _):
+        assert target.is_relative_to(folder)
+    assert list(tmp_path.iterdir()) == []
+    cancel.set()
+    with pytest.raises(Cancelled), synthetic.temporary_pair(Pair.of("tiny"), folder, cancel=cancel):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "a").write_text("no folder")
+    with pytest.raises(SpmoeError), synthetic.temporary_pair(Pair.of("tiny"), folder):
+        pass
+    (tmp_path / "a").unlink()
+    with synthetic.temporary_pair(Pair.of("tiny"), folder):
+        (tmp_path / "a" / "notes").write_text("mine")
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "notes"]
 
 
 @pytest.mark.parametrize("name", ["synthetic-images", synthetic.PREFIX + "images"])
