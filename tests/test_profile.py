@@ -21,7 +21,7 @@ from spmoe_lite.model import Transformer
 from spmoe_lite.profile import measure, profile
 from spmoe_lite.progress import Progress
 from tests import tiny
-from tests.eager_graphs import capture, without_gpu
+from tests.eager_graphs import capture, capture_drafts, without_gpu
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +84,21 @@ def test_captured_passes_are_timed_as_they_run(packs, options, monkeypatch, tmp_
         assert measured.draft_token_ms == 0.5  # a draft of two takes what every event says: 1 ms
         assert 0 <= measured.plain_layer_ms <= 1 / 3 and 0 <= measured.target_layer_ms <= 1 / 3
         assert measured.copy_gbps > 0
+        assert engine.generate([0, 5, 6], max_tokens=4).result.token_ids == first
+
+
+@pytest.mark.parametrize("options", [{}, {"ctx_size": 8}])
+def test_captured_drafts_are_timed_as_they_run(packs, options, monkeypatch, tmp_path):
+    without_gpu(monkeypatch)
+    options = {"slots": 6, "draft_tokens": 4, "home": tmp_path} | options
+    with Engine.load(*packs, device="cpu", **options) as engine:
+        first = engine.generate([0, 5, 6], max_tokens=4).result.token_ids
+        passes, counts = capture_drafts(engine).passes, []
+        replay = passes.replay
+        passes.replay = lambda i: counts.append(i) or replay(i)
+        monkeypatch.setattr(profiles, "_median_ms", lambda once: once() + 8.0)
+        measured = profile(engine)
+        assert counts[-4:] == [0, 1, 2, 3] and measured.draft_token_ms == 2.0
         assert engine.generate([0, 5, 6], max_tokens=4).result.token_ids == first
 
 

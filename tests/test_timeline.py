@@ -5,9 +5,11 @@ import dataclasses
 import pytest
 
 from spmoe_lite import Engine, timeline
+from spmoe_lite.policies import HostDriven
+from spmoe_lite.slab import HostSlab, make_slab
 from spmoe_lite.synthetic import Pair, write_pair
-from spmoe_lite.timeline import Span
-from tests.eager_graphs import capture, without_gpu
+from spmoe_lite.timeline import RecordedSlab, Span
+from tests.eager_graphs import capture, capture_drafts, without_gpu
 
 
 def test_the_last_step_with_most_drafts_is_cut_out():
@@ -47,3 +49,26 @@ def test_a_captured_step_has_its_passes_and_a_copy_for_each_miss(tmp_path, monke
     assert waited == pytest.approx(0.01 * last.missed.sum())
     ends = [span.end for span in line.spans if span.kind == "demand"]
     assert ends == sorted(ends) and all(1 < end <= 2 for end in ends)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_drafts_are_recorded_whoever_launches_them(tmp_path, monkeypatch, captured):
+    class Recorded(Engine):
+        make_store = HostDriven
+        make_slab = staticmethod(
+            lambda *shape: make_slab(*shape, type("Slab", (RecordedSlab, HostSlab), {}))
+        )
+
+    packs = write_pair(Pair.of("tiny", experts="fp32"), tmp_path)
+    with Recorded.load(*packs, device="cpu", slots=16, draft_tokens=3, cutoff=2) as engine:
+        if captured:
+            without_gpu(monkeypatch)
+            capture_drafts(engine)
+        line = timeline.record(
+            engine, "ours", lambda: engine.generate("The quick", max_tokens=24).result
+        )
+    kinds = [span.kind for span in line.spans]
+    assert kinds.count("draft") == 3 and kinds.count("target") == 1
+    drafts = [span for span in line.spans if span.kind == "draft"]
+    target = next(span for span in line.spans if span.kind == "target")
+    assert all(span.end <= target.begin for span in drafts)
