@@ -42,6 +42,7 @@ from spmoe_lite.trace import read_trace
 from spmoe_lite.verifier import verify
 from tests import tiny
 from tests.eager_graphs import capture, capture_drafts, without_gpu
+from tests.late_drafts import Late
 from tests.test_invariance import PROMPT, disturb
 
 LAYERS, EXPERTS, CHOICES = 3, 8, 2
@@ -547,6 +548,31 @@ def test_captured_drafts_are_the_draft_s_own(pair, monkeypatch, tmp_path, drafts
         recorded.append([sorted(p.predictions) for p in read_trace(how["trace"]).passes])
     assert texts[0] == texts[1]
     assert recorded[:2] == recorded[2:] and any(recorded[1])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_captured_drafts_on_a_late_device(pair, monkeypatch, seed):
+    """What they propose, and what they name while they are made, is there when it is looked at."""
+    draw, seen = random.Random(seed), []
+    prompts = [[1, *(draw.randrange(3, 300) for _ in range(draw.randint(1, 9)))] for _ in range(5)]
+    drafts, lengths = draw.choice([1, 3, 5]), [draw.randint(2, 12) for _ in prompts]
+    goes_on = [draw.random() < 0.5 for _ in prompts]
+    for captured in (False, True):
+        with Engine.load(
+            pair["target"], pair["noisy"], device="cpu", slots=9, cutoff=3, draft_tokens=drafts
+        ) as engine:
+            if captured:
+                Late(seed).install(monkeypatch)
+                capture_drafts(engine)
+            texts, history = [], []
+            for prompt, length, more in zip(prompts, lengths, goes_on, strict=True):
+                history = [*history, *prompt] if more else prompt
+                history = [*history, *engine.generate(history, max_tokens=length).result.token_ids]
+                texts.append(history)
+            c = engine.counters
+            named = c.predictions, c.predicted, c.predicted_used, c.predicted_best_used, c.wanted
+            seen.append((texts, c.drafted, c.accepted, named))
+    assert seen[0] == seen[1] and all(seen[0][-1])
 
 
 def test_the_cutoff_that_is_told_is_the_one_that_is_kept(pair, monkeypatch):
