@@ -279,7 +279,8 @@ class Decoder:
         started = time.perf_counter()
         if captured:
             self._catch_up(known - 2, cancel)
-            foresee = None if self.prefetcher is None else self.prefetcher.foresee
+            ahead = self.prefetcher is not None and self.last_cutoff > 0
+            foresee = self.prefetcher.foresee if ahead else None
             pick = None if sampler.greedy else sampler.pick_row
             tokens += self.drafts.propose(tokens, count, pick, cancel, foresee)
             kv.length = known + count - 1

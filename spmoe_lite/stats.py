@@ -36,7 +36,7 @@ class Counters:
     prefetch_useful: int = 0  # ... in place when first needed
     prefetch_late: int = 0  # ... needed while still on their way (captured steps give them up)
     prefetch_wasted: int = 0  # ... evicted unused
-    prefetch_dropped: int = 0  # predictions not copied: resident, out of time or no slot to take
+    prefetch_dropped: int = 0  # copies ahead that were given up, or had no slot to take
     predictions: int = 0  # (accepted token, layer) with a prediction
     predicted_best_used: int = 0  # ... whose best guess was among the experts used
     predicted: int = 0  # experts predicted for accepted tokens
