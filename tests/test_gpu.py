@@ -16,7 +16,7 @@ from spmoe_lite.engine import Engine
 from spmoe_lite.loading import Loader
 from spmoe_lite.slab import DeviceSlab, HostSlab
 from tests import tiny
-from tests.test_invariance import disturb
+from tests.test_invariance import copy_all, disturb
 from tests.test_model import our_logits
 
 pytestmark = pytest.mark.gpu
@@ -186,6 +186,7 @@ def test_kind_h_o22_slow_kernels_slow_copies_and_poisoned_slots(packs, monkeypat
 def test_captured_drafts_are_the_draft_s_own(packs, temperature, monkeypatch):
     """Over two turns, the target driven by the host: text, what was proposed, what was predicted."""
     params, found = SamplingParams(temperature=temperature, seed=2), []
+    copy_all(monkeypatch)
     for captured in (True, False):
         with monkeypatch.context() as patch:
             if not captured:

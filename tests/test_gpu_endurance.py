@@ -25,6 +25,7 @@ from spmoe_lite.engine import Engine
 from spmoe_lite.errors import CapacityError, SpmoeError
 from spmoe_lite.slab import DeviceSlab, HostSlab
 from tests.test_gpu import PROMPT, make_pair, poison_slots, slow_captured, slow_driven
+from tests.test_invariance import copy_all
 
 REPEATS = int(os.environ.get("ENDURANCE_REPEATS", "1"))
 PAIR = os.environ.get("ENDURANCE_PAIR")
@@ -419,6 +420,7 @@ def held_law(packs, place, length, variants):
     for name, (how, slow, regime) in variants.items():
         with pytest.MonkeyPatch.context() as patch:
             poison_slots(patch)
+            copy_all(patch)
             if place == "cuda":
                 for what in slow:
                     slow_captured(patch, what)

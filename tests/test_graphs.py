@@ -43,7 +43,7 @@ from spmoe_lite.verifier import verify
 from tests import tiny
 from tests.eager_graphs import capture, capture_drafts, without_gpu
 from tests.late_drafts import Late
-from tests.test_invariance import PROMPT, disturb
+from tests.test_invariance import PROMPT, copy_all, disturb
 
 LAYERS, EXPERTS, CHOICES = 3, 8, 2
 TOKENS = [1, *(3 + i * 37 % 300 for i in range(40))]
@@ -529,6 +529,7 @@ def test_captured_steps_say_what_was_predicted(pair, monkeypatch, tmp_path):
 def test_captured_drafts_are_the_draft_s_own(pair, monkeypatch, tmp_path, drafts, temperature):
     """Proposals, predictions and text, over two turns, as when the host launches every kernel."""
     without_gpu(monkeypatch)
+    copy_all(monkeypatch)
     sampling = SamplingParams(temperature=temperature, seed=5)
     texts, recorded = [], []
     for captured in (False, True):
