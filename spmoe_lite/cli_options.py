@@ -234,6 +234,10 @@ sampling_options = options(
     click.option("--presence-penalty", type=float, metavar="X", help="0 is off."),
     click.option("--frequency-penalty", type=float, metavar="X", help="0 is off."),
     click.option(
-        "--seed", "-s", type=int, metavar="N", help="-1, the default, is a new one each time."
+        "--seed",
+        "-s",
+        type=click.IntRange(-1),
+        metavar="N",
+        help="-1, the default, is a new one each time.",
     ),
 )

@@ -371,7 +371,7 @@ def test_kind_e_o11_the_mark_that_some_editors_write_is_no_text(engine, typed, c
 @pytest.mark.parametrize(
     "args",
     [["--temp", "nan"], ["--top-p", "2"], ["--top-k", "-1"], ["--raw", "--template", "t"]]
-    + [["--raw", "--system", "x"], ["--threads", "99999999999"], ["--stop", ""]]
+    + [["--raw", "--system", "x"], ["--threads", "99999999999"], ["--stop", ""], ["--seed", "-5"]]
     + [["--pin", size] for size in ("-1", "0", "abc", "5XB", "1.5", "nan", "")],
 )
 def test_bad_values_are_refused_before_anything_is_loaded(engine, typed, capsys, args):
