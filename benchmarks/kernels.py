@@ -56,7 +56,7 @@ from spmoe_lite.kernels.expert_gemm import expert_down, expert_up, new_partial  
 from spmoe_lite.kernels.gate import gate_topk  # noqa: E402
 from spmoe_lite.kernels.linear import linear  # noqa: E402
 from spmoe_lite.kernels.norm import rms_norm  # noqa: E402
-from spmoe_lite.kernels.rope import rope_and_store  # noqa: E402
+from spmoe_lite.kernels.rope import project_and_store, rope_and_store  # noqa: E402
 from spmoe_lite.precision import matrix_bytes  # noqa: E402
 
 CEILINGS = "hbm_read_TB_s", "bf16_matrix_TFLOP_s", "pinned_copy_GB_s"
@@ -268,7 +268,29 @@ def time_small() -> dict:
         arguments = (q, k, v, angle, angle, 0, *caches)
         ms = timing.replay_ms([lambda a=arguments: rope_and_store(*a)] * 8)
         rows[f"rope T={tokens}"] = {"us": ms * 1e3}
+        rows[f"q, k, v T={tokens}"] = time_heads(tokens)
     return rows
+
+
+def time_heads(tokens: int) -> dict:
+    """A layer's q, k and v in int4-g64z, turned and stored: by the product itself, and by two launches."""
+    x = random((tokens, LAYER["qkv"][1]), torch.bfloat16)
+    angle = random((tokens, HEAD_DIM // 2), torch.float32)
+    caches = [random((tokens, HEADS_KV, HEAD_DIM), torch.bfloat16) for _ in "kv"]
+    several = weights("int4-g64z", LAYER["qkv"])
+
+    def apart(w) -> torch.Tensor:
+        parts = linear(x, w).view(tokens, -1, HEAD_DIM).split([HEADS, HEADS_KV, HEADS_KV], 1)
+        return rope_and_store(*parts, angle, angle, 0, *caches)
+
+    ways = {
+        "one_us": lambda w: project_and_store(x, w, None, angle, angle, 0, *caches),
+        "two_us": apart,
+    }
+    return {
+        name: timing.replay_ms([lambda w=w, run=run: run(w) for w in several]) * 1e3
+        for name, run in ways.items()
+    }
 
 
 # ---------------------------------------------------------------- run

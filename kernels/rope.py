@@ -14,6 +14,34 @@ original Llama files do). The caller makes cos and sin, once for all layers. Sou
 import torch
 
 from .attention import quantize_rows
+from .linear import Weight, linear
+
+
+def project_and_store(
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    start: "int | torch.Tensor",
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [T, H] and weight [(Hq + 2 Hkv) D, H], rows of q, k and v: `rope_and_store` of their product.
+
+    bias [(Hq + 2 Hkv) D] or None; the rest, and what is returned, as there, with the same bits. One launch
+    on a GPU, but for int8 caches, whose scales need whole rows.
+    """
+    if x.is_cuda and kv_scales is None:
+        from .linear_triton import project_and_store_triton
+
+        return project_and_store_triton(x, weight, bias, cos, sin, start, k_cache, v_cache)
+    heads_k, head_dim = k_cache.shape[1:]
+    heads = weight.shape[0] // head_dim
+    qkv = linear(x, weight, bias).view(len(x), heads, head_dim)
+    q, k, v = qkv.split([heads - 2 * heads_k, heads_k, heads_k], 1)
+    return rope_and_store(q, k, v, cos, sin, start, k_cache, v_cache, kv_scales)
 
 
 def rope_and_store(

@@ -1,6 +1,7 @@
 """Triton kernel of the rotary embedding: one program per token turns q and k, and stores k and v.
 
-Equation and lane order in `rope.py`. fp32 inside, rounded once; codes are of the rounded values.
+Equation and lane order in `rope.py`. fp32 inside, rounded once; codes are of the rounded values. Caches
+that are not int8 need no such kernel: there the product of q, k and v does it (`linear_triton.py`).
 """
 
 import torch
@@ -11,6 +12,14 @@ from .configs import capability_of, overlap_options
 from .tile_triton import start_next, wait_for_previous
 
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves no bits for a fraction
+
+
+@triton.jit
+def turned(low, high, cos, sin):
+    """Both halves of rows, turned and rounded; each fma is spelled out, so all kernels give the same bits."""
+    x, y = low.to(tl.float32), high.to(tl.float32)
+    cos, sin = tl.broadcast_to(cos, x.shape), tl.broadcast_to(sin, x.shape)
+    return tl.fma(x, cos, -(y * sin)).to(low.dtype), tl.fma(y, cos, x * sin).to(high.dtype)
 
 
 @triton.jit
@@ -25,9 +34,7 @@ def _turn(
     low = tl.load(in_ptr + at, mask=there, other=0.0)
     high = tl.load(in_ptr + at + HALF, mask=there, other=0.0)
     if low_cos is not None:
-        x, y, cos, sin = low.to(tl.float32), high.to(tl.float32), low_cos[None, :], low_sin[None, :]
-        low = (x * cos - y * sin).to(low.dtype)
-        high = (y * cos + x * sin).to(high.dtype)
+        low, high = turned(low, high, low_cos[None, :], low_sin[None, :])
     if scale_ptr is not None:
         low, high = low.to(tl.float32), high.to(tl.float32)
         scale = tl.div_rn(tl.max(tl.maximum(_size(low), _size(high)), axis=1), 127.0).to(tl.float16)

@@ -31,7 +31,7 @@ from spmoe_lite.kernels.expert_gemm import combine, expert_down, expert_up, new_
 from spmoe_lite.kernels.gate import norm_gate_topk
 from spmoe_lite.kernels.linear import Weight, linear, swiglu
 from spmoe_lite.kernels.norm import rms_norm
-from spmoe_lite.kernels.rope import rope_and_store
+from spmoe_lite.kernels.rope import project_and_store
 from spmoe_lite.kvcache import KVCache
 from spmoe_lite.precision import ExpertLayout
 from spmoe_lite.quant import QuantizedMatrix
@@ -143,16 +143,14 @@ class Transformer:
     def _attend(
         self, layer: int, block: Block, x: torch.Tensor, kv: KVCache, start: int | torch.Tensor
     ) -> torch.Tensor:
-        c, rows = self.config, len(x)
+        c = self.config
         n = rms_norm(x, block.input_norm, c.rms_norm_eps)
-        qkv = linear(n, block.qkv, block.qkv_bias).view(rows, -1, c.head_dim)
-        q, k, v = qkv.split(
-            [c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads], 1
-        )
         keys, values, scales = kv.keys[layer], kv.values[layer], kv.scales[layer]
-        q = rope_and_store(q, k, v, self.cos, self.sin, start, keys, values, scales)
+        q = project_and_store(
+            n, block.qkv, block.qkv_bias, self.cos, self.sin, start, keys, values, scales
+        )
         out = attention(q, keys, values, start, c.sliding_window, kv_scales=scales)
-        return linear(out.reshape(rows, -1), block.o, block.o_bias, residual=x)
+        return linear(out.reshape(len(x), -1), block.o, block.o_bias, residual=x)
 
     def _experts(
         self, layer: int, block: Block, x: torch.Tensor, source: ExpertSource

@@ -167,6 +167,19 @@ def linear_call(tokens: int, dtype: torch.dtype, name: str, gated: bool):
     return lambda: linear_triton.linear_triton(x, weight, gated=gated)
 
 
+def heads_call(tokens: int, dtype: torch.dtype, name: str):
+    x, scheme = torch.empty(tokens, 4096, dtype=dtype), scheme_of(name)
+    run = torch.empty(matrix_bytes(name, 6144, 4096), dtype=torch.uint8)
+    if scheme is None:
+        weight = run.view(dtype).view(6144, 4096)
+    else:
+        weight = view_matrix(run, scheme, 6144, 4096)
+    turn, caches = torch.empty(64, 64), torch.empty(2, 64, 8, 128, dtype=dtype)
+    start = torch.zeros(1, dtype=torch.int32) if tokens == 1 else 0
+    arguments = (x, weight, None, turn, turn, start, *caches)
+    return lambda: linear_triton.project_and_store_triton(*arguments)
+
+
 def gate_call(experts: int, hidden: int, choices: int, dtype: torch.dtype):
     x, router = torch.empty(5, hidden, dtype=dtype), torch.empty(experts, hidden, dtype=dtype)
     return lambda: gate_triton.norm_gate_topk_triton(x, x[0], 1e-5, router, choices)
@@ -208,6 +221,8 @@ def jobs(capability: tuple[int, int]):
     for weight in () if brief else (name, SCHEMES[0]):
         for tokens, gated in ((1, False), (1, True), (512, True)):
             yield linear_triton, linear_call(tokens, dtype, weight, gated)
+        for tokens in (1, 512):
+            yield linear_triton, heads_call(tokens, dtype, weight)
     rows = [(2048, 128, False), (2048, 192, True)]
     if not brief:
         rows += [(1, 128, False), (1, 128, True), (2048, 192, False)]
