@@ -15,6 +15,7 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -103,16 +104,28 @@ def cutoff_layer(
 
 
 def copies_queued(profile: Profile, num_draft_tokens: int, start: float) -> list[int]:
-    """How many copies ahead a captured step may have before it, the one under way counted in, at each draft.
+    """How many copies ahead a captured step may have waiting or under way, at each draft token.
 
-    As many as keep the bus busy until the next draft token says more, and as many as end with the
-    drafting, both to the nearest: what is copied, and who leaves for it, is best chosen late.
-    start: the share of a draft pass after which its predictions are there.
+    As many as keep the bus busy until the next draft token says more, at the last one until drafting ends,
+    to the nearest; what is then still under way of those before is counted in. No more: what is copied, and
+    who leaves for it, is best chosen late. start: the share of a draft pass after which its predictions are
+    there.
     """
     draft_ms, copy_ms = profile.draft_token_ms, max(profile.expert_copy_ms, 1e-6)
-    busy = max(1, round(min(draft_ms / copy_ms, 1e6)))
-    left = [(num_draft_tokens - i - start) * draft_ms for i in range(num_draft_tokens)]
-    return [min(busy, round(min(ms / copy_ms, 1e6))) for ms in left]
+
+    def fitting(ms: float) -> int:
+        return round(max(0.0, min(ms / copy_ms, 1e6)))
+
+    end, busy_until, queued = (num_draft_tokens - start) * draft_ms, 0.0, []
+    for i in range(num_draft_tokens):  # times since the first predictions
+        now, following = i * draft_ms, min((i + 1) * draft_ms, end)
+        begin = max(busy_until, now)
+        waiting, more = math.ceil((begin - now) / copy_ms - 1e-6), fitting(following - begin)
+        if begin == now:  # a copy that takes longer than the pass
+            more = more or min(1, fitting(end - now))
+        queued.append(waiting + more if more else min(waiting, fitting(end - now)))
+        busy_until = begin + more * copy_ms
+    return queued
 
 
 class Drift:

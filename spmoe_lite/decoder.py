@@ -214,6 +214,8 @@ class Decoder:
         if count:
             session.draft_kv.length = known + count - 1
             self.drift.observe(draft_token_ms=found.draft_ms / count)
+            if found.copy_ms is not None:
+                self.drift.observe(expert_copy_ms=found.copy_ms)
         if self.store is not None:
             self._take_account(found)
         verdict = self.verify(found.proposal, found.logits, sampler, tokens, found.tokens)

@@ -107,6 +107,7 @@ class Found:
     predictions: list[tuple[int, int, list[int]]]  # layer, row, experts best first
     draft_ms: float
     verify_ms: float
+    copy_ms: float | None  # an expert copied ahead, as this step's were; None if none was
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,9 @@ class _Flight:
     begun: torch.cuda.Event
     drafted: torch.cuda.Event
     verified: torch.cuda.Event
+    fetches: list[
+        tuple[torch.cuda.Event, torch.cuda.Event]
+    ]  # begin and end of what each draft staged
 
 
 def advance(params: torch.Tensor, best: torch.Tensor) -> None:
@@ -277,7 +281,7 @@ class StepGraphs:
         cancel: threading.Event | None = None,
     ) -> _Flight:
         """Enqueue drafts, copies ahead, the target's pass and its report."""
-        (begun, drafted, verified), reports = next(self._sides)
+        (begun, drafted, verified), fetches, reports = next(self._sides)
         begun.record()
         proposal: list[int] = []
         for i in range(count):
@@ -286,8 +290,10 @@ class StepGraphs:
             if cutoff:
                 self._copies.wait_event(self._staged[i > 0])
                 with torch.cuda.stream(self._copies):
+                    fetches[i][0].record()
                     fetch(self.tables, self._stride, i, cutoff)
-                    self._fetched.record()
+                    fetches[i][1].record()
+                self._fetched = fetches[i][1]
             if pick is not None:
                 proposal.append(pick(logits[0], [*tokens, *proposal]))
                 self._draft.put(i, proposal[i])
@@ -300,7 +306,7 @@ class StepGraphs:
         graph.replay()
         reports[rows].copy_(found, non_blocking=True)
         verified.record()
-        return _Flight(count, cutoff, reports[rows], logits, begun, drafted, verified)
+        return _Flight(count, cutoff, reports[rows], logits, begun, drafted, verified, fetches)
 
     def _read(self, flight: _Flight) -> Found:
         """Wait for a step's report and take it apart."""
@@ -309,7 +315,7 @@ class StepGraphs:
         tokens, report = np.split(flight.report.numpy().copy(), [count + 2 * rows])
         proposal, best, finite = np.split(tokens, [count, count + rows])
         trace, report = np.split(report, [self._traces[rows].numel()])
-        missed = fetched = late = None
+        missed = fetched = late = copy_ms = None
         predictions: list[tuple[int, int, list[int]]] = []
         if self.tables is not None:
             missed, report = np.split(report, [self.tables.missed.numel()])
@@ -317,6 +323,7 @@ class StepGraphs:
             shape = (3, *self.tables.wanted.shape)
             wanted, state, predicted = report.reshape(shape)[:, :count, : flight.cutoff]
             fetched = _items(wanted, state == FILLED)
+            copy_ms = _copy_ms(flight.fetches, state)
             late = _items(wanted, np.isin(state, (STAGED, LATE)))
             predictions = [
                 (layer, row, experts)
@@ -335,6 +342,7 @@ class StepGraphs:
             predictions=predictions,
             draft_ms=flight.begun.elapsed_time(flight.drafted),
             verify_ms=flight.drafted.elapsed_time(flight.verified),
+            copy_ms=copy_ms,
         )
 
     # --- who has the slots -----------------------------------------------------------------------
@@ -449,11 +457,13 @@ class StepGraphs:
         source.begin_pass(rows)
         return source
 
-    def _side(self) -> tuple[list[torch.cuda.Event], dict[int, torch.Tensor]]:
+    def _side(self) -> tuple[list[Any], list[Any], dict[int, torch.Tensor]]:
         """Events and report buffers of one of the two steps that may be under way."""
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3 + 2 * self.most)]
+        fetches = list(zip(events[3::2], events[4::2], strict=True))
         sizes = {rows: found.shape for rows, (_, (_, found)) in self._verify.items()}
-        return events, {rows: host_buffer(tuple(n), torch.int32) for rows, n in sizes.items()}
+        reports = {rows: host_buffer(tuple(n), torch.int32) for rows, n in sizes.items()}
+        return events[:3], fetches, reports
 
     def _trace(self, rows: int) -> torch.Tensor:
         c = self._target.config
@@ -462,6 +472,17 @@ class StepGraphs:
 
     def _param(self, at: int) -> torch.Tensor:
         return self._params[at : at + 1]
+
+
+def _copy_ms(
+    fetches: list[tuple[torch.cuda.Event, torch.cuda.Event]], state: np.ndarray
+) -> float | None:
+    """Milliseconds of one expert, of the draft tokens [K, P, n] whose copies were all made; None if none was."""
+    made, pending = (state == FILLED).sum((1, 2)), (state == STAGED) | (state == LATE)
+    whole = [i for i in np.flatnonzero(made) if not pending[i].any()]
+    if not whole:
+        return None
+    return sum(fetches[i][0].elapsed_time(fetches[i][1]) for i in whole) / int(made[whole].sum())
 
 
 def _items(wanted: np.ndarray, chosen: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 from pathlib import Path
 
@@ -61,6 +62,36 @@ def test_copies_keep_the_bus_busy_and_end_with_the_drafting():
     assert copies_queued(Profile(8, 10, 0), 1, 1.0) == [0]  # with the last layer drafting is over
     assert copies_queued(Profile(8, 10, 0), 0, 1.0) == []
     assert copies_queued(Profile(0, 10, 1), 2, 0.0) == [10**6] * 2  # copies that take no time
+
+
+def test_a_copy_still_under_way_makes_room_for_the_next_one():
+    """Else a copy that takes a little longer than a draft pass leaves the bus idle for most of the next."""
+    assert copies_queued(Profile(9.8, 10, 0), 4, 0.25) == [1, 1, 1, 1]
+    assert copies_queued(Profile(10.2, 10, 0), 4, 0.25) == [1, 2, 2, 2]  # 6.9 / 10.2 at last
+    assert copies_queued(Profile(10.2, 10, 0), 4, 0.5) == [1, 2, 2, 0]  # 4.4 / 10.2: none
+    assert copies_queued(Profile(6, 10, 0), 4, 0.25) == [2, 2, 2, 2]  # until 12; 20 or 26, 32; 38
+    assert copies_queued(Profile(14, 10, 0), 4, 0.25) == [1, 1, 1, 1]  # until 14; 34; 7.5 / 14
+
+
+@pytest.mark.parametrize(
+    "copy_ms", [0.3, 0.7, 1, 1.5, 2.2, 3, 4.9, 5.1, 7, 9.9, 10.1, 13, 17, 24, 36]
+)
+@pytest.mark.parametrize("start", [0.0, 0.25, 0.9])
+def test_what_is_queued_ends_with_the_drafting_and_the_bus_hardly_idles(copy_ms, start):
+    """By a bus with a clock: half a copy late at most, and less than a copy idle in each draft pass."""
+    for drafts in range(1, 9):
+        queued = copies_queued(Profile(copy_ms, 10, 0), drafts, start)
+        end, busy_until, idle = (drafts - start) * 10, 0.0, 0.0
+        for i, most in enumerate(queued):
+            now = i * 10.0
+            under_way = math.ceil(round(max(0.0, busy_until - now) / copy_ms, 6))
+            if most > under_way:
+                idle += max(0.0, now - busy_until)
+                busy_until = max(busy_until, now) + (most - under_way) * copy_ms
+        assert busy_until <= end + copy_ms / 2 + 1e-6
+        if busy_until < end:
+            idle += end - busy_until
+        assert idle <= drafts * min(copy_ms, 10.0) / 2 + 1e-6 or busy_until == 0.0
 
 
 def test_copies_are_the_absent_part_of_the_union():

@@ -10,6 +10,7 @@ import threading
 import weakref
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -29,10 +30,11 @@ from spmoe_lite.graphs import (
     START,
     ResidentExperts,
     RoutedExperts,
+    _copy_ms,
     advance,
 )
 from spmoe_lite.hostmap import HostMap
-from spmoe_lite.kernels.residency import Tables, credit, fetch, stage
+from spmoe_lite.kernels.residency import FILLED, LATE, STAGED, Tables, credit, fetch, stage
 from spmoe_lite.sampling import Sampler
 from spmoe_lite.slab import make_slab
 from spmoe_lite.slots import SlotTable
@@ -210,6 +212,42 @@ def test_advance_is_what_the_host_makes_of_a_verdict():
             assert params[IDS : IDS + 2].tolist() == after[-2:]
             assert params[ROWS] == verdict.num_accepted + 1
             assert params[CLOCK] - params[ROWS] == 100
+
+
+def test_what_a_copy_took_is_told_from_drafts_whose_copies_were_all_made():
+    class At:
+        def __init__(self, ms):
+            self.ms = ms
+
+        def elapsed_time(self, other):
+            return other.ms - self.ms
+
+    fetches = [
+        (At(0), At(4)),
+        (At(10), At(10.1)),
+        (At(20), At(23)),
+        (At(30), At(31)),
+        (At(40), At(41)),
+    ]
+    state = np.zeros((5, 2, 2), dtype=np.int32)
+    assert _copy_ms(fetches, state) is None
+    state[0, 0], state[2, :, 1] = FILLED, (FILLED, LATE)
+    assert _copy_ms(fetches, state) == 2  # of the third, one was given up
+    state[3, 1, 1] = FILLED
+    assert _copy_ms(fetches, state) == pytest.approx(5 / 3)
+    state[4, 0] = FILLED, STAGED
+    assert _copy_ms(fetches, state) == pytest.approx(5 / 3)
+
+
+def test_copies_ahead_are_counted_by_what_the_last_ones_took(pair, monkeypatch):
+    without_gpu(monkeypatch)
+    with load(pair, "twin", slots=9) as engine:
+        engine.decoder.drift = Drift(Profile(0.2, 1.0, 1.0), weight=0.5)
+        assert engine.generate(PROMPT, max_tokens=30).result.token_ids
+        assert engine.counters.prefetches > 0
+        assert (
+            0.25 < engine.decoder.drift.profile.expert_copy_ms <= 1.0
+        )  # each fetch takes 1 ms here
 
 
 @pytest.mark.parametrize("slots", [6, 24])
