@@ -239,6 +239,7 @@ def run(
         graphs.keep(taken + 1, position)
         position += taken + 1
         tokens = tokens[taken + 1 :] + found.proposal[:taken] + [found.tokens[taken]]  # one length
+        wall = (time.perf_counter() - begun) * 1e3
         if known:
             assert (found.trace == traces[i]).all(), f"step {i} chose other experts than before"
         else:
@@ -249,9 +250,10 @@ def run(
             used = [{e for row in layer for e in row} for layer in found.trace.tolist()]
             rows.append(
                 {
-                    "wall": (time.perf_counter() - begun) * 1e3,
+                    "wall": wall,
                     "draft": found.draft_ms,
                     "verify": found.verify_ms,
+                    "copy": found.copy_ms or 0.0,
                     "missed": missed,
                     "fetched": len(fetched),
                     "useful": sum(e in used[layer] for layer, e in fetched),
@@ -269,6 +271,7 @@ def run(
         "tpot_ms": sum(r["wall"] for r in rows) / sum(r["tokens"] for r in rows),
         "step_bytes": (mean["missed"] + mean["fetched"]) * pair.layout.stride,
         "copy_ms": drift.profile.expert_copy_ms,
+        "steps": rows,
     }
 
 
@@ -352,7 +355,8 @@ def main() -> None:
 
         def show(name: str, row: dict) -> None:
             results[name] = row
-            print(name, json.dumps(rounded(row)), flush=True)
+            shown = {key: value for key, value in row.items() if key != "steps"}
+            print(name, json.dumps(rounded(shown)), flush=True)
             if args.json:
                 args.json.write_text(json.dumps(results, indent=1) + "\n")
 
