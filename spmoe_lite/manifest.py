@@ -8,6 +8,7 @@ this module.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -308,6 +309,13 @@ def check_manifest(raw: Any, path: Path) -> Manifest:
         num_tokens=num_tokens,
         files=_check_files(raw.get("files"), config, path),
     )
+
+
+def own_hash(raw: dict[str, Any]) -> str:
+    """SHA-256 of a manifest's other keys, what its key `sha256` holds: in hex, of one spelling of the JSON."""
+    rest = {key: value for key, value in raw.items() if key != "sha256"}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
 def _upgrade(raw: dict[str, Any]) -> dict[str, Any]:

@@ -255,7 +255,13 @@ class Pack:
     def verify(
         self, on_progress: OnProgress | None = None, cancel: threading.Event | None = None
     ) -> None:
-        """Hash every file; `DamagedError` names one that is not what the manifest says."""
+        """Hash every file; `DamagedError` names one that is not what the manifest says.
+
+        So does the manifest itself, where it has a hash of its own (packs of before have none).
+        """
+        told = self.manifest.get("sha256")
+        if self.format == m.FORMAT and told not in (None, m.own_hash(self.manifest)):
+            raise _altered(self.path / m.MANIFEST)
         verify_files(self.path, self.files, on_progress, cancel)
 
     def close(self) -> None:
@@ -302,10 +308,7 @@ def verify_files(
         with open_listed(folder, name, size) as file:
             found = hash_file(file, folder / name, stop, lambda count: done.update({name: count}))
         if found != digest:
-            raise DamagedError(
-                f"{folder / name} is not what was written (its SHA-256 differs from the recorded "
-                f"one); convert again, and check the disk if this repeats"
-            )
+            raise _altered(folder / name)
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1), "spmoe-verify") as pool:
         pending = {pool.submit(hash_one, name, *entry) for name, entry in files.items()}
@@ -321,6 +324,13 @@ def verify_files(
             stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+
+
+def _altered(path: Path) -> DamagedError:
+    return DamagedError(
+        f"{path} is not what was written (its SHA-256 differs from the recorded one); convert again, "
+        f"and check the disk if this repeats"
+    )
 
 
 def _read_at(file: FileIO, start: int, view: memoryview, lock: threading.Lock) -> int:

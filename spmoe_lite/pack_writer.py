@@ -295,7 +295,9 @@ class PackWriter:
             "files": files,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        m.check_manifest(json.loads(json.dumps(raw)), self.partial / m.MANIFEST)
+        raw = json.loads(json.dumps(raw))  # as it will be read
+        raw["sha256"] = m.own_hash(raw)
+        m.check_manifest(raw, self.partial / m.MANIFEST)
         self._delete_strays()
         _write_json(self.partial / m.MANIFEST, raw)
         Pack.open(self.partial).close()

@@ -46,7 +46,7 @@ def contents(pack: Path) -> dict[str, Any]:
     found = {p.relative_to(pack).as_posix() for p in pack.rglob("*") if p.is_file()}
     assert found == listed, "stray files in the pack"
     raw = json.loads((pack / "manifest.json").read_text(encoding="utf-8"))
-    del raw["created"]
+    del raw["created"], raw["sha256"]  # of the others too
     return raw
 
 

@@ -5,12 +5,14 @@ BUGS.md kind J (O28) and the parts of kinds A and I (O27) that concern a pack.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import hashlib
 import json
 import mmap
 import os
+import random
 import shutil
 import sys
 import threading
@@ -442,6 +444,40 @@ def test_kind_j_altered_bytes_are_found_by_verify(copy: Path, name: str, change:
     assert str(file) in str(caught.value)
 
 
+def test_kind_j_a_bit_of_the_manifest_is_found_where_it_is_read_or_verified(copy: Path) -> None:
+    """Also one that leaves a possible model: another eps, another base of the rotary embedding."""
+    file = copy / "manifest.json"
+    whole = file.read_bytes()
+    name = whole.index(b'"sha256": "', whole.index(b'"created"'))
+    meant, draw = json.loads(whole), random.Random(1)
+    for at in draw.sample([i for i in range(len(whole)) if not name < i < name + 8], 400):
+        data = bytearray(whole)
+        data[at] ^= 1 << draw.randrange(8)
+        with contextlib.suppress(ValueError):
+            if json.loads(data) == meant:  # one blank for another
+                continue
+        file.write_bytes(data)
+        with pytest.raises(SpmoeError), Pack.open(copy) as pack:
+            pack.verify()
+    file.write_bytes(whole)
+    with Pack.open(copy) as pack:
+        pack.verify()
+
+
+def test_a_manifest_without_a_hash_of_its_own_is_verified_as_before(copy: Path) -> None:
+    file = copy / "manifest.json"
+    manifest = json.loads(file.read_text(encoding="utf-8"))
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    assert manifest["sha256"] == hashlib.sha256(text.encode()).hexdigest()  # as the page says
+    file.write_text(json.dumps(rest), encoding="utf-8")
+    with Pack.open(copy) as pack:
+        pack.verify()
+    edit(copy, sha256="0" * 64)
+    with Pack.open(copy) as pack, pytest.raises(DamagedError, match=r"manifest\.json is not what"):
+        pack.verify()
+
+
 def test_a_file_cut_short_after_opening_is_noticed_by_reads(copy: Path) -> None:
     with Pack.open(copy) as pack:
         for name in (layer_file(0), m.DENSE):
@@ -469,7 +505,7 @@ def test_another_format_is_refused_in_one_line(copy: Path, version: object) -> N
 def test_the_format_before_is_read(copy: Path) -> None:
     file = copy / "manifest.json"
     manifest = json.loads(file.read_text(encoding="utf-8"))
-    del manifest["linear_dtype"], manifest["embed_dtype"]
+    del manifest["linear_dtype"], manifest["embed_dtype"], manifest["sha256"]
     file.write_text(json.dumps(manifest | {"format": 1}), encoding="utf-8")
     with Pack.open(copy) as pack:
         assert pack.format == 1 and pack.dtypes == m.Dtypes.floats("fp32", "bf16")
