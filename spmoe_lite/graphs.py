@@ -121,9 +121,7 @@ class _Flight:
     begun: torch.cuda.Event
     drafted: torch.cuda.Event
     verified: torch.cuda.Event
-    fetches: list[
-        tuple[torch.cuda.Event, torch.cuda.Event]
-    ]  # begin and end of what each draft staged
+    fetched: list[torch.cuda.Event]  # the end of what each draft staged, if it was fetched
 
 
 def advance(params: torch.Tensor, best: torch.Tensor) -> None:
@@ -281,7 +279,7 @@ class StepGraphs:
         cancel: threading.Event | None = None,
     ) -> _Flight:
         """Enqueue drafts, copies ahead, the target's pass and its report."""
-        (begun, drafted, verified), fetches, reports = next(self._sides)
+        (begun, drafted, verified, *fetched), reports = next(self._sides)
         begun.record()
         proposal: list[int] = []
         for i in range(count):
@@ -290,10 +288,9 @@ class StepGraphs:
             if cutoff:
                 self._copies.wait_event(self._staged[i > 0])
                 with torch.cuda.stream(self._copies):
-                    fetches[i][0].record()
                     fetch(self.tables, self._stride, i, cutoff)
-                    fetches[i][1].record()
-                self._fetched = fetches[i][1]
+                    fetched[i].record()
+                self._fetched = fetched[i]
             if pick is not None:
                 proposal.append(pick(logits[0], [*tokens, *proposal]))
                 self._draft.put(i, proposal[i])
@@ -306,7 +303,7 @@ class StepGraphs:
         graph.replay()
         reports[rows].copy_(found, non_blocking=True)
         verified.record()
-        return _Flight(count, cutoff, reports[rows], logits, begun, drafted, verified, fetches)
+        return _Flight(count, cutoff, reports[rows], logits, begun, drafted, verified, fetched)
 
     def _read(self, flight: _Flight) -> Found:
         """Wait for a step's report and take it apart."""
@@ -323,7 +320,7 @@ class StepGraphs:
             shape = (3, *self.tables.wanted.shape)
             wanted, state, predicted = report.reshape(shape)[:, :count, : flight.cutoff]
             fetched = _items(wanted, state == FILLED)
-            copy_ms = _copy_ms(flight.fetches, state)
+            copy_ms = self._copy_ms(flight, state) if flight.cutoff else None
             late = _items(wanted, np.isin(state, (STAGED, LATE)))
             predictions = [
                 (layer, row, experts)
@@ -344,6 +341,24 @@ class StepGraphs:
             verify_ms=flight.drafted.elapsed_time(flight.verified),
             copy_ms=copy_ms,
         )
+
+    def _copy_ms(self, flight: _Flight, state: np.ndarray) -> float | None:
+        """Milliseconds of an expert copied ahead, from when it could begin: staged, and the bus free.
+
+        Of the draft tokens [K, P, n] whose copies were all made; None if there is none. When a token's were
+        staged is reckoned: an event between `stage` and `fetch` may hold it up (docs/log.md).
+        """
+        total, copies, free = 0.0, 0, 0.0
+        pass_ms = flight.begun.elapsed_time(flight.drafted) / max(flight.count, 1)
+        start = self.layers_ahead / self._target.config.num_hidden_layers
+        for i, one in enumerate(state):
+            made = int((one == FILLED).sum())
+            end = flight.begun.elapsed_time(flight.fetched[i])
+            if made and not np.isin(one, (STAGED, LATE)).any():
+                total += max(0.0, end - max(free, (i + start) * pass_ms))
+                copies += made
+            free = end
+        return total / copies if copies else None
 
     # --- who has the slots -----------------------------------------------------------------------
 
@@ -457,13 +472,11 @@ class StepGraphs:
         source.begin_pass(rows)
         return source
 
-    def _side(self) -> tuple[list[Any], list[Any], dict[int, torch.Tensor]]:
+    def _side(self) -> tuple[list[torch.cuda.Event], dict[int, torch.Tensor]]:
         """Events and report buffers of one of the two steps that may be under way."""
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(3 + 2 * self.most)]
-        fetches = list(zip(events[3::2], events[4::2], strict=True))
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3 + self.most)]
         sizes = {rows: found.shape for rows, (_, (_, found)) in self._verify.items()}
-        reports = {rows: host_buffer(tuple(n), torch.int32) for rows, n in sizes.items()}
-        return events[:3], fetches, reports
+        return events, {rows: host_buffer(tuple(n), torch.int32) for rows, n in sizes.items()}
 
     def _trace(self, rows: int) -> torch.Tensor:
         c = self._target.config
@@ -472,17 +485,6 @@ class StepGraphs:
 
     def _param(self, at: int) -> torch.Tensor:
         return self._params[at : at + 1]
-
-
-def _copy_ms(
-    fetches: list[tuple[torch.cuda.Event, torch.cuda.Event]], state: np.ndarray
-) -> float | None:
-    """Milliseconds of one expert, of the draft tokens [K, P, n] whose copies were all made; None if none was."""
-    made, pending = (state == FILLED).sum((1, 2)), (state == STAGED) | (state == LATE)
-    whole = [i for i in np.flatnonzero(made) if not pending[i].any()]
-    if not whole:
-        return None
-    return sum(fetches[i][0].elapsed_time(fetches[i][1]) for i in whole) / int(made[whole].sum())
 
 
 def _items(wanted: np.ndarray, chosen: np.ndarray) -> np.ndarray:
