@@ -121,7 +121,7 @@ def copies_queued(profile: Profile, num_draft_tokens: int, start: float) -> list
         now, following = i * draft_ms, min((i + 1) * draft_ms, end)
         begin = max(busy_until, now)
         waiting, more = math.ceil((begin - now) / copy_ms - 1e-6), fitting(following - begin)
-        if begin == now:  # a copy that takes longer than the pass
+        if not waiting:  # a copy that takes longer than the pass
             more = more or min(1, fitting(end - now))
         queued.append(waiting + more if more else min(waiting, fitting(end - now)))
         busy_until = begin + more * copy_ms

@@ -94,6 +94,12 @@ def test_what_is_queued_ends_with_the_drafting_and_the_bus_hardly_idles(copy_ms,
         assert idle <= drafts * min(copy_ms, 10.0) / 2 + 1e-6 or busy_until == 0.0
 
 
+def test_a_bus_that_is_free_to_the_last_bit_gets_a_copy():
+    """3 * 2.3 is 6.8999999999999995: the copy of 6.9 has ended there."""
+    assert copies_queued(Profile(6.9, 2.3, 0), 8, 0.0) == [1, 1, 1, 1, 1, 1, 1, 0]
+    assert copies_queued(Profile(3, 1, 0), 8, 0.0) == [1, 1, 1, 1, 1, 1, 1, 0]
+
+
 def test_copies_are_the_absent_part_of_the_union():
     assert expected_copies(8, 2, 1, 0.0) == pytest.approx(2)
     assert expected_copies(8, 2, 4, 0.0) == pytest.approx(5.47, abs=0.01)  # PAPERS: U(4) = 5.47
