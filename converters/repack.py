@@ -193,7 +193,7 @@ def _target(out: str | Path | None, name: str, home: str | Path | None) -> Path:
         return Path(out)
     if not library.is_portable(name):
         raise UsageError(f"{name!r:.80} cannot be the name of a pack; give another with --name")
-    return (Path(home) if home else library.home()) / (name.removesuffix(SUFFIX) + SUFFIX)
+    return library.home(home) / (name.removesuffix(SUFFIX) + SUFFIX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,7 +386,7 @@ def repack(
     `UnsupportedError` (a model or values that the precision cannot hold), `Cancelled`.
     """
     asked = _Asked(experts, dense, embed, group, True, on_progress, cancel)
-    path = library.find(name, Path(home) if home else None)
+    path = library.find(name, home)
     with Pack.open(path) as pack:
         model = _packed_model(pack)
         dtypes = asked.dtypes(pack.dtypes)

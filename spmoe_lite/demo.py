@@ -89,7 +89,7 @@ def prepare(
     (other bytes than expected), `UsageError` (a pack of that name that is not the demo's),
     `Cancelled`.
     """
-    folder = Path(home) if home else library.home()
+    folder = library.home(home)
     target, draft = (folder / f"{name}.spmoe" for name in NAMES)
     if _is_there(target, Upcycled.id) and _is_there(draft, GGUF):
         return target, draft

@@ -90,7 +90,7 @@ class Engine:
         pin: str | int = "auto",
         template: Path | None = None,
         trace: Path | None = None,
-        home: Path | None = None,
+        home: str | Path | None = None,
         cancel: threading.Event | None = None,
         on_plan: Callable[[Plan], object] | None = None,
         on_progress: OnProgress | None = None,

@@ -18,6 +18,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from spmoe_lite import manifest as m
@@ -50,6 +51,8 @@ def home(chosen: str | Path | None = None) -> Path:
 
     It may not exist yet. Raises `UsageError` where the system does not say whose home is meant.
     """
+    if not isinstance(chosen, (str, os.PathLike, NoneType)):
+        raise UsageError(f"home {chosen!r:.80}: the path of a folder, or None for the usual one")
     chosen = chosen or os.environ.get("SPMOE_HOME")
     try:
         if chosen:

@@ -138,7 +138,7 @@ class Loader:
     pin: str | int
     template: Path | None
     trace: Path | None
-    home: Path | None
+    home: str | Path | None
     cancel: threading.Event | None
     on_plan: Callable[[Plan], object] | None
     on_progress: OnProgress | None
@@ -176,7 +176,7 @@ class Loader:
             if place.type == "cuda":
                 torch.cuda.empty_cache()  # of warming up: the plan counts what answers need
             for pack in parts.packs:
-                library.touch_used(pack.path)
+                library.touch_used(pack.path, self.home)
         except BaseException:
             parts.close()
             raise
@@ -510,14 +510,14 @@ class Loader:
 
 
 def profile_path(
-    packs: Sequence[str], device: torch.device, home: Path | None, captured: bool = True
+    packs: Sequence[str], device: torch.device, home: str | Path | None, captured: bool = True
 ) -> Path:
     """Where the times of these packs on this machine are kept; on a GPU by who drives the steps."""
     machine = platform.node() or "machine"
     if device.type == "cuda":
         machine += "-" + torch.cuda.get_device_name(device) + ("" if captured else "-host")
     safe = re.sub(r"[^A-Za-z0-9.+_-]+", "_", f"{'+'.join(packs)}@{machine}")
-    return (library.home() if home is None else home) / "profiles" / f"{safe}.json"
+    return library.home(home) / "profiles" / f"{safe}.json"
 
 
 def pin_bytes(pin: str | int, pack: Pack) -> Literal["all", "none"] | int:

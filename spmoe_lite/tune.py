@@ -80,7 +80,7 @@ class Card:
             digest.hexdigest(),
         )
 
-    def path(self, home: Path | None) -> Path:
+    def path(self, home: str | Path | None) -> Path:
         name = f"{self.card}-{self.capability[0]}.{self.capability[1]}-triton-{self.triton}"
         safe = re.sub(r"[^A-Za-z0-9.+_-]+", "_", name)
         return library.home(home) / "tuned" / f"{safe}.json"
@@ -228,7 +228,7 @@ def write(path: Path, card: Card, tuned: dict[Product, list[Tile]]) -> None:
         raise disk_error(error, path, "write") from error
 
 
-def load(device: torch.device, home: Path | None = None, card: Card | None = None) -> None:
+def load(device: torch.device, home: str | Path | None = None, card: Card | None = None) -> None:
     """Use what was kept for this card, if anything; a file that does not fit is said and ignored."""
     card = card or Card.of(device)
     path = card.path(home)

@@ -1052,6 +1052,16 @@ def test_name_and_out_are_one_too_many(tmix: Path, tmp_path: Path) -> None:
         convert(" ", home=tmp_path)
 
 
+def test_a_tilde_is_the_user_s_home(
+    tmix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    done = convert(tmix, home="~/packs", name="x")
+    assert done.path == tmp_path / "packs" / "x.spmoe" and not (tmp_path / "~").exists()
+    assert repack("x", home="~/packs").already_there
+
+
 def test_a_place_that_is_taken_is_refused_before_anything_is_asked(
     tmix: Path, tmp_path: Path
 ) -> None:

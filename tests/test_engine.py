@@ -17,6 +17,7 @@ import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,7 +26,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spmoe_lite import Engine, SamplingParams, device
+from spmoe_lite import Engine, SamplingParams, device, library
 from spmoe_lite.converters import convert
 from spmoe_lite.errors import (
     BusyError,
@@ -901,6 +902,17 @@ def test_an_option_of_the_wrong_kind_is_refused_in_one_line(options, tmp_path):
         Engine.load(tmp_path / "none.spmoe", device="cpu", **options)
     flag = "--" + next(iter(options)).replace("_", "-")
     assert str(refusal.value).startswith(f"{flag} ") and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("spelled", [str, Path])
+def test_a_home_of_its_own_is_all_that_is_touched(packs, tmp_path, monkeypatch, spelled):
+    monkeypatch.setenv("SPMOE_HOME", str(tmp_path / "other"))
+    home = tmp_path / "home"
+    home.mkdir()
+    os.symlink(packs[0], home / "target.spmoe")
+    with Engine.load("target", device="cpu", slots=6, home=spelled(home)) as engine:
+        assert engine.profile_path.parent == home / "profiles"
+    assert not (tmp_path / "other").exists() and library.last_used(home)
 
 
 def test_int8_caches_refuse_what_they_cannot_hold_and_name_the_way_out(tmp_path):

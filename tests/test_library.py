@@ -40,6 +40,7 @@ def test_home_is_asked_for_then_set_then_the_user_s(
     monkeypatch.setenv("SPMOE_HOME", str(tmp_path))
     assert library.home() == tmp_path
     assert library.home(tmp_path / "x") == tmp_path / "x"
+    assert library.home("~/x") == Path.home() / "x"
     monkeypatch.setenv("SPMOE_HOME", "~/packs")
     assert library.home() == Path.home() / "packs"
     monkeypatch.delenv("SPMOE_HOME")
@@ -52,6 +53,12 @@ def test_a_home_that_nobody_has_is_one_line(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("SPMOE_HOME", "~no-such-user/packs")
     with pytest.raises(UsageError, match="no home folder for ~no-such-user/packs; set SPMOE_HOME"):
         library.packs()
+
+
+@pytest.mark.parametrize("chosen", [5, False, b"packs", ["packs"]])
+def test_what_is_no_home_is_one_line(chosen: object) -> None:
+    with pytest.raises(UsageError, match=r"^home .*: the path of a folder"):
+        library.packs(chosen)  # type: ignore[arg-type]
 
 
 def test_a_pack_that_lost_its_manifest_is_not_called_absent(home: Path) -> None:
