@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, NoReturn
 
 from spmoe_lite.config import SamplingParams
 from spmoe_lite.decoder import Decoder
@@ -286,6 +286,9 @@ class Engine:
                 )
         with self._closing:
             self._parts.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError("an engine cannot be copied or sent to a process: load one there")
 
     def __enter__(self) -> Engine:
         return self

@@ -12,10 +12,10 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from spmoe_lite.config import SamplingParams
-from spmoe_lite.errors import BusyError, Cancelled
+from spmoe_lite.errors import BusyError, Cancelled, UsageError
 from spmoe_lite.progress import OnProgress
 from spmoe_lite.sampling import Sampler
 from spmoe_lite.stats import Counters, RunStats
@@ -91,6 +91,9 @@ class Generation:
         if piece is None:
             raise StopAsyncIteration
         return piece
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError("an answer cannot be copied or sent to a process: send its `result`")
 
     def cancel(self) -> None:
         """Stop the answer from any thread. Idempotent."""

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import copy
 import gc
 import io
 import logging
 import os
+import pickle
 import platform
 import random
 import signal
@@ -913,6 +915,15 @@ def test_a_home_of_its_own_is_all_that_is_touched(packs, tmp_path, monkeypatch, 
     with Engine.load("target", device="cpu", slots=6, home=spelled(home)) as engine:
         assert engine.profile_path.parent == home / "profiles"
     assert not (tmp_path / "other").exists() and library.last_used(home)
+
+
+def test_what_lives_in_this_process_is_not_copied(engine, recwarn):
+    answer = engine.generate(PROMPT, max_tokens=4)
+    for thing in (engine, answer):
+        for make in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(UsageError, match="cannot be copied or sent to a process"):
+                make(thing)
+    assert pickle.loads(pickle.dumps(answer.result)) == answer.result
 
 
 def test_int8_caches_refuse_what_they_cannot_hold_and_name_the_way_out(tmp_path):
