@@ -82,7 +82,7 @@ from spmoe_lite.manifest import (
 from spmoe_lite.pack import TORCH_DTYPES, Pack, Weight
 from spmoe_lite.pack_writer import PackWriter
 from spmoe_lite.precision import DTYPE_BYTES, GROUPS, Scheme, scheme_of
-from spmoe_lite.progress import OnProgress, Progress
+from spmoe_lite.progress import OnProgress, Progress, check_callers
 from spmoe_lite.tokenizer import Tokenizer
 
 log = logging.getLogger("spmoe_lite")
@@ -130,6 +130,7 @@ def convert(
     """
     if name is not None and out is not None:
         raise UsageError("name or out, not both: out is the whole path of the pack")
+    check_callers(cancel, on_progress=on_progress, confirm=confirm)
     asked = _Asked(experts, dense, embed, group, force, on_progress, cancel)
     opened, short, repo = _open(source, offline, on_progress, cancel)
     with contextlib.closing(opened):
@@ -152,6 +153,10 @@ def _open(
 ) -> tuple[Source, str, Repository | None]:
     """The source, what to call its pack, and the repository if its files come one by one."""
     if not isinstance(given, str | Path):
+        if not hasattr(given, "fetch"):
+            raise UsageError(
+                f"{given!r:.80} is no source: a folder, a .gguf file or a model's name"
+            )
         return _arriving(given, on_progress, cancel), given.name, given
     if not str(given).strip():
         raise UsageError("SOURCE is empty: give a folder, a .gguf file, or the name of a model")
@@ -385,6 +390,7 @@ def repack(
     is complete. Nothing to do is "already there". Raises `NotFoundError`, `DamagedError`, `CapacityError`,
     `UnsupportedError` (a model or values that the precision cannot hold), `Cancelled`.
     """
+    check_callers(cancel, on_progress=on_progress)
     asked = _Asked(experts, dense, embed, group, True, on_progress, cancel)
     path = library.find(name, home)
     with Pack.open(path) as pack:

@@ -48,7 +48,7 @@ class ChatTemplate:
 
     @classmethod
     def load(
-        cls, folder: Path, tokenizer: Tokenizer, override: Path | None = None
+        cls, folder: Path, tokenizer: Tokenizer, override: str | Path | None = None
     ) -> ChatTemplate | None:
         """`override`, else `chat_template.jinja`, else what tokenizer_config.json says; None if neither.
 

@@ -11,8 +11,9 @@ here, so that importing the package needs none.
 from __future__ import annotations
 
 import logging
+import numbers
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from spmoe_lite.errors import UnsupportedError, UsageError
 
@@ -272,18 +273,29 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Raise `UsageError` naming the parameter and its range."""
-        _in_range("temperature", self.temperature, 0, 100)
-        _in_range("top_k", self.top_k, 0, 1 << 31, whole=True)
-        _in_range("top_p", self.top_p, 0, 1)
+        self._check("temperature", 0, 100)
+        self._check("top_k", 0, 1 << 31, whole=True)
+        self._check("top_p", 0, 1)
         if self.top_p == 0:
             raise UsageError("top_p is 0, which leaves no token; use a value above 0, or top_k 1")
-        _in_range("min_p", self.min_p, 0, 1)
-        _in_range("repetition_penalty", self.repetition_penalty, 0, 100)
+        self._check("min_p", 0, 1)
+        self._check("repetition_penalty", 0, 100)
         if self.repetition_penalty == 0:
             raise UsageError("repetition_penalty is 0; 1.0 is off, above 1.0 repeats less")
-        _in_range("presence_penalty", self.presence_penalty, -2, 2)
-        _in_range("frequency_penalty", self.frequency_penalty, -2, 2)
-        _in_range("seed", self.seed, 0, (1 << 63) - 1, whole=True)
+        self._check("presence_penalty", -2, 2)
+        self._check("frequency_penalty", -2, 2)
+        self._check("seed", 0, (1 << 63) - 1, whole=True)
+
+    def _check(self, name: str, least: int, most: int, *, whole: bool = False) -> None:
+        """Refuse what is outside; numpy's numbers become Python's."""
+        value = getattr(self, name)
+        if not is_integer(value):
+            if whole or not isinstance(value, numbers.Real) or isinstance(value, bool):
+                kind = "whole number" if whole else "number"
+                raise UsageError(f"{name} is {value!r:.60}, not a {kind}")
+        if not least <= value <= most:  # False for NaN
+            raise UsageError(f"{name} {value!r:.60} is outside {least} to {most}")
+        object.__setattr__(self, name, int(value) if is_integer(value) else float(value))
 
     @classmethod
     def from_generation_config(cls, values: dict[str, Any] | None) -> SamplingParams:
@@ -550,9 +562,6 @@ def _number(where: str, name: str, value: Any) -> float:
     return float(value)
 
 
-def _in_range(name: str, value: Any, least: int, most: int, *, whole: bool = False) -> None:
-    kinds = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        raise UsageError(f"{name} is {value!r:.60}, not a {'whole ' if whole else ''}number")
-    if not least <= value <= most:  # False for NaN
-        raise UsageError(f"{name} {value!r:.60} is outside {least} to {most}")
+def is_integer(value: object) -> TypeGuard[int]:
+    """Whether a caller's value is a whole number, numpy's included; Python counts booleans, this does not."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -22,13 +22,13 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn
 
-from spmoe_lite.config import SamplingParams
+from spmoe_lite.config import SamplingParams, is_integer
 from spmoe_lite.decoder import Decoder
 from spmoe_lite.errors import BusyError, CapacityError, UnsupportedError, UsageError
 from spmoe_lite.generation import Generation, Run
 from spmoe_lite.loading import DEFAULT_DRAFT_TOKENS, Loader, Parts
 from spmoe_lite.plan import Plan
-from spmoe_lite.progress import OnProgress
+from spmoe_lite.progress import OnProgress, check_callers
 from spmoe_lite.slab import make_slab
 from spmoe_lite.stats import warnings
 from spmoe_lite.store import ExpertStore
@@ -88,8 +88,8 @@ class Engine:
         cutoff: int | None = None,
         policy: str = "layer-lru",
         pin: str | int = "auto",
-        template: Path | None = None,
-        trace: Path | None = None,
+        template: str | Path | None = None,
+        trace: str | Path | None = None,
         home: str | Path | None = None,
         cancel: threading.Event | None = None,
         on_plan: Callable[[Plan], object] | None = None,
@@ -199,7 +199,7 @@ class Engine:
             )
         if bad := next((t for t in tokens if not 0 <= t < self.num_tokens), None):
             raise UsageError(f"token id {bad} is outside the vocabulary of {self.num_tokens}")
-        if max_tokens is not None and not (isinstance(max_tokens, int) and max_tokens >= 1):
+        if max_tokens is not None and not (is_integer(max_tokens) and max_tokens >= 1):
             raise UsageError(f"--max-tokens {max_tokens}: a whole number of at least 1")
         if not isinstance(stop, Iterable):
             raise UsageError(f"stop {stop!r:.80}: a list of texts, empty for none")
@@ -207,13 +207,12 @@ class Engine:
             raise UsageError(
                 f"sampling {sampling!r:.80}: SamplingParams(...), or None for the model's own"
             )
-        if cancel is not None and not hasattr(cancel, "is_set"):
-            raise UsageError(f"cancel {cancel!r:.80}: a threading.Event, or None")
+        check_callers(cancel, on_progress=on_progress)
         run = Run(
             self,
             tokens,
             sampling=sampling or self.default_sampling,
-            max_tokens=max_tokens,
+            max_tokens=None if max_tokens is None else int(max_tokens),
             stop=stop,
             wait=wait,
             cancel=cancel,
@@ -326,6 +325,8 @@ class Engine:
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
     """Whole numbers of any kind, numpy's included, as Python's own."""
+    if isinstance(prompt, (bytes, bytearray)):
+        raise UsageError("a prompt is a text or a sequence of token ids: decode its bytes first")
     try:
         return [operator.index(token) for token in prompt]
     except TypeError as error:

@@ -24,7 +24,7 @@ from typing import Any
 from spmoe_lite import manifest as m
 from spmoe_lite.errors import NotFoundError, SpmoeError, UnsupportedError, UsageError
 from spmoe_lite.files import PARTIAL, disk_error, load_json, locked, naming, open_confined
-from spmoe_lite.progress import OnProgress
+from spmoe_lite.progress import OnProgress, check_callers
 
 USED = "used.json"
 _DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)  # of Windows
@@ -99,7 +99,7 @@ def find(name_or_path: str | Path, home: str | Path | None = None) -> Path:
 
 def _path(name: str | Path) -> Path:
     """The path as it was given, but one that ends in a name: `.` inside a pack is that pack."""
-    if name == "":
+    if isinstance(name, str) and not name:
         raise NotFoundError(
             "the name of the pack is empty; `spmoe-lite list` shows which there are"
         )
@@ -261,6 +261,7 @@ def verify(
     """Check sizes, headers and every hash of a pack; `DamagedError` names the first bad file."""
     from spmoe_lite.pack import Pack
 
+    check_callers(cancel, on_progress=on_progress)
     with Pack.open(find(pack, home)) as opened:
         opened.verify(on_progress, cancel)
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import re
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from pathlib import Path
+from types import NoneType
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -24,7 +25,7 @@ import torch
 
 from spmoe_lite import library, tune
 from spmoe_lite.chat_template import ChatTemplate
-from spmoe_lite.config import SamplingParams
+from spmoe_lite.config import SamplingParams, is_integer
 from spmoe_lite.cutoff import Drift, Profile, load_profile
 from spmoe_lite.decoder import PREFILL_CHUNK, Decoder
 from spmoe_lite.device import (
@@ -57,7 +58,7 @@ from spmoe_lite.plan import KV_TYPES, ModelSize, Plan, parse_size, plan_pair, ra
 from spmoe_lite.precision import scheme_of
 from spmoe_lite.predictor import ExpertPredictor
 from spmoe_lite.prefetch import Prefetcher
-from spmoe_lite.progress import OnProgress, check
+from spmoe_lite.progress import OnProgress, check, check_callers
 from spmoe_lite.ramtier import RamTier
 from spmoe_lite.session import Session
 from spmoe_lite.slab import DeviceSlab, HostSlab
@@ -136,8 +137,8 @@ class Loader:
     cutoff: int | None
     policy: str
     pin: str | int
-    template: Path | None
-    trace: Path | None
+    template: str | Path | None
+    trace: str | Path | None
     home: str | Path | None
     cancel: threading.Event | None
     on_plan: Callable[[Plan], object] | None
@@ -150,6 +151,7 @@ class Loader:
 
     def load(self, target: str | Path, draft: str | Path | None) -> Parts:
         """Everything, or an error and nothing."""
+        check_callers(self.cancel, on_plan=self.on_plan, on_progress=self.on_progress)
         check(self.cancel)
         self._check_options()
         place = choose_device(self.device)
@@ -184,18 +186,22 @@ class Loader:
 
     def _check_options(self) -> None:
         """Refuse what no pack can have, before one is opened."""
-        if self.policy not in POLICIES:
+        if not isinstance(self.policy, str) or self.policy not in POLICIES:
             raise UsageError(f"--policy {self.policy}: one of {', '.join(POLICIES)}")
-        if self.kv_type not in KV_TYPES:
+        if not isinstance(self.kv_type, str) or self.kv_type not in KV_TYPES:
             raise UsageError(f"--kv-type {self.kv_type}: one of {', '.join(KV_TYPES)}")
         self.length = draft_length(self.draft_tokens)
-        numbers = {"--slots": self.slots, "--ctx-size": self.ctx_size, "--cutoff": self.cutoff}
-        for flag, number in numbers.items():
-            if number is not None and (
-                isinstance(number, bool) or not isinstance(number, Integral)
-            ):
-                raise UsageError(f"{flag} {number!r}: a whole number is needed")
-        if self.pin not in ("auto", "all", "none"):
+        for name in ("slots", "ctx_size", "cutoff", "critical_experts"):
+            if (number := getattr(self, name)) is not None:
+                if not is_integer(number):
+                    flag = name if name == "critical_experts" else f"--{name.replace('_', '-')}"
+                    raise UsageError(f"{flag} {number!r:.80}: a whole number is needed")
+                setattr(self, name, int(number))  # numpy's, which JSON does not take
+        if not isinstance(self.template, (str, os.PathLike, NoneType)):
+            raise UsageError(f"template {self.template!r:.80}: the path of a file, or None")
+        if not isinstance(self.prefetch, (bool, np.bool_)):
+            raise UsageError(f"prefetch {self.prefetch!r:.80}: True or False")
+        if not isinstance(self.pin, str) or self.pin not in ("auto", "all", "none"):
             parse_size(self.pin, 1 << 40, "--pin")
         if self.cutoff is not None and self.cutoff < 0:
             raise UsageError(
@@ -253,7 +259,7 @@ class Loader:
             disk = measured * 1e9 if measured else _pack_rate(target)
         return Costs(bus_rate(device), rates, known, disk_rate=disk)
 
-    def _start_trace(self, path: Path) -> None:
+    def _start_trace(self, path: str | Path) -> None:
         target, *drafts = self.parts.packs
         c, layout = target.config, target.expert_layout
         if layout is None:
@@ -531,11 +537,11 @@ def pin_bytes(pin: str | int, pack: Pack) -> Literal["all", "none"] | int:
 
 
 def draft_length(draft_tokens: int | str) -> DraftLength:
-    if draft_tokens == "auto":
+    if isinstance(draft_tokens, str) and draft_tokens == "auto":
         return DraftLength(DEFAULT_DRAFT_TOKENS, adapt=True)
-    if not isinstance(draft_tokens, int) or not 0 <= draft_tokens <= MAX_DRAFT_TOKENS:
+    if not is_integer(draft_tokens) or not 0 <= draft_tokens <= MAX_DRAFT_TOKENS:
         raise UsageError(f"--draft-tokens {draft_tokens}: 0 to {MAX_DRAFT_TOKENS}, or auto")
-    return DraftLength(draft_tokens, adapt=False)
+    return DraftLength(int(draft_tokens), adapt=False)
 
 
 def _default_sampling(folder: Path) -> SamplingParams:

@@ -128,10 +128,11 @@ def parse_size(text: str | int | float, whole: int, flag: str = "--vram") -> int
             raise _without_unit(flag, number)
     elif isinstance(text, bool) or not isinstance(text, numbers.Real):
         raise UsageError(f"{flag} {text!r:.80}: give a size (20GiB), a fraction (0.9) or auto")
-    elif isinstance(text, float) and 1 < text < 1000:
-        raise _without_unit(flag, text)
+    elif not isinstance(text, numbers.Integral) and 1 < text < 1000:
+        raise _without_unit(flag, float(text))
     else:
-        size = text * whole if isinstance(text, float) and text <= 1 else text
+        fraction = not isinstance(text, numbers.Integral) and text <= 1
+        size = float(text) * whole if fraction else text
     if not 0 < size < math.inf:
         raise UsageError(f"{flag} {text}: a size above 0 is needed")
     return round(size)

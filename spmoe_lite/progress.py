@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spmoe_lite.errors import Cancelled
+from spmoe_lite.errors import Cancelled, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,15 @@ def check(cancel: threading.Event | None) -> None:
     """Raise `Cancelled` if the caller asked to stop."""
     if cancel is not None and cancel.is_set():
         raise Cancelled("cancelled")
+
+
+def check_callers(cancel: object, **calls: object) -> None:
+    """Refuse what would fail in the middle of the work: no event, and what cannot be called."""
+    if cancel is not None and not callable(getattr(cancel, "is_set", None)):
+        raise UsageError(f"cancel {cancel!r:.80}: a threading.Event, or None")
+    for name, call in calls.items():
+        if call is not None and not callable(call):
+            raise UsageError(f"{name} {call!r:.80}: a function to be called, or None")
 
 
 def size(count: float, more: int = 0) -> str:

@@ -85,7 +85,7 @@ def check_link(flag: str, rate: float | None) -> None:
 class TraceWriter:
     """Appends passes to a new file; gives up, saying so once, when the disk does."""
 
-    def __init__(self, path: Path, header: Header):
+    def __init__(self, path: str | Path, header: Header):
         """UsageError if there is something at `path`: no recording is overwritten."""
         try:
             self._path = path = Path(path)

@@ -9,6 +9,7 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -364,6 +365,15 @@ def test_sampling_parameters_have_ranges(name: str, bad: list[Any], good: list[A
             SamplingParams(**{name: value})
     for value in good:
         assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+def test_numpy_s_numbers_are_sampled_with_as_python_s() -> None:
+    numbers = SamplingParams(temperature=np.float32(0.5), top_k=np.int32(5), seed=np.uint64(2**62))
+    assert numbers == SamplingParams(temperature=0.5, top_k=5, seed=2**62)
+    kinds = [type(number) for number in (numbers.temperature, numbers.top_k, numbers.seed)]
+    assert kinds == [float, int, int]  # a seed is reckoned with beyond 64 bits
+    with pytest.raises(UsageError, match="temperature"):
+        SamplingParams(temperature=np.bool_(True))
 
 
 @pytest.mark.parametrize(

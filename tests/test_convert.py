@@ -1052,6 +1052,20 @@ def test_name_and_out_are_one_too_many(tmix: Path, tmp_path: Path) -> None:
         convert(" ", home=tmp_path)
 
 
+@pytest.mark.parametrize("source", [None, 5, b"model"])
+def test_what_is_no_source_is_one_line(source: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is no source: a folder, a .gguf file"):
+        convert(source, home=tmp_path)
+
+
+def test_calls_that_cannot_be_made_are_refused_before_anything_is_read(
+    tmix: Path, tmp_path: Path
+) -> None:
+    refused(tmix, tmp_path, UsageError, "cancel True", cancel=True)
+    refused(tmix, tmp_path, UsageError, "on_progress 5", on_progress=5)
+    refused(tmix, tmp_path, UsageError, "confirm 'yes'", confirm="yes")
+
+
 def test_a_tilde_is_the_user_s_home(
     tmix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

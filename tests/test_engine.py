@@ -5,6 +5,7 @@ import contextlib
 import copy
 import gc
 import io
+import json
 import logging
 import os
 import pickle
@@ -798,9 +799,13 @@ def test_prompts_of_any_whole_numbers(engine):
     expected = engine.generate(PROMPT, max_tokens=4).result.token_ids
     for prompt in (tuple(PROMPT), np.array(PROMPT, dtype=np.uint16), torch.tensor(PROMPT)):
         assert engine.generate(prompt, max_tokens=4).result.token_ids == expected
-    for bad in (0, 2.5):
+    few = engine.generate(PROMPT, max_tokens=np.int64(4)).result.token_ids
+    assert few == expected
+    for bad in (0, 2.5, True):
         with pytest.raises(UsageError, match="--max-tokens"):
             engine.generate(PROMPT, max_tokens=bad)
+    with pytest.raises(UsageError, match="decode"):  # its bytes are no token ids
+        engine.generate(b"hello")
 
 
 @pytest.mark.parametrize(
@@ -816,7 +821,13 @@ def test_what_is_no_conversation_is_refused_in_one_line(engine, messages):
 
 @pytest.mark.parametrize(
     "options",
-    [{"stop": None}, {"stop": 5}, {"sampling": {"temperature": 0}}, {"cancel": True}],
+    [
+        {"stop": None},
+        {"stop": 5},
+        {"sampling": {"temperature": 0}},
+        {"cancel": True},
+        {"on_progress": True},
+    ],
 )
 def test_an_option_of_an_answer_of_the_wrong_kind_is_refused_at_once(engine, options):
     with pytest.raises(UsageError) as info:
@@ -897,13 +908,34 @@ def test_redirected_output_is_not_needed(packs):
         {"slots": True},
         {"pin": "abc"},
         {"pin": -1},
+        {"draft_tokens": True},
+        {"policy": np.array([1, 2])},
+        {"critical_experts": 1.5},
+        {"critical_experts": "2"},
+        {"prefetch": "off"},
+        {"template": 5},
+        {"home": 5},
+        {"home": b"packs"},
+        {"cancel": 5},
+        {"on_plan": 5},
+        {"on_progress": "print"},
     ],
 )
 def test_an_option_of_the_wrong_kind_is_refused_in_one_line(options, tmp_path):
     with pytest.raises(UsageError) as refusal:
         Engine.load(tmp_path / "none.spmoe", device="cpu", **options)
-    flag = "--" + next(iter(options)).replace("_", "-")
-    assert str(refusal.value).startswith(f"{flag} ") and "\n" not in str(refusal.value)
+    name = next(iter(options))
+    said = (f"--{name.replace('_', '-')} ", f"{name} ")
+    assert str(refusal.value).startswith(said) and "\n" not in str(refusal.value)
+
+
+def test_numpy_s_numbers_are_numbers(packs, tmp_path):
+    numbers = {"slots": 6, "ctx_size": 64, "critical_experts": 2, "cutoff": 1, "draft_tokens": 2}
+    numbers = {name: np.int64(value) for name, value in numbers.items()}
+    with Engine.load(*packs, device="cpu", trace=tmp_path / "trace", **numbers) as engine:
+        engine.generate(PROMPT, max_tokens=np.uint8(3)).result
+        json.dumps(engine.plan.context + engine.stats()["slots"])
+    assert (tmp_path / "trace").stat().st_size > 0
 
 
 @pytest.mark.parametrize("spelled", [str, Path])

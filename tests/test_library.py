@@ -205,6 +205,12 @@ def test_inspect_tells_the_schemes_and_the_bytes_of_a_quantised_pack(tmp_path: P
     assert found["dense_file_bytes"] == header + sum(w.nbytes for w in weights.dense.values())
 
 
+def test_a_check_that_could_not_be_stopped_is_not_begun(home: Path) -> None:
+    for name, value in {"cancel": True, "on_progress": 5}.items():
+        with pytest.raises(UsageError, match=f"^{name} {value}"):
+            library.verify("big", home=home, **{name: value})  # type: ignore[arg-type]
+
+
 def test_verify_reads_every_byte(home: Path) -> None:
     seen = []
     library.verify("big", seen.append, home=home)

@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +24,8 @@ from spmoe_lite.speed import Costs
         (" 1.5 MB", 1_500_000),
         ("0.5", 500),
         (0.5, 500),
+        (np.float32(0.5), 500),
+        (np.int64(1), 1),
         ("1", 1000),
         (1, 1),
         ("4096", 4096),
