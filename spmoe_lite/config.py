@@ -19,6 +19,7 @@ from spmoe_lite.errors import UnsupportedError, UsageError
 
 FAMILIES = ("mixtral", "mistral", "llama")
 ROPE_KINDS = ("default", "linear", "llama3")
+MAX_SEED = (1 << 63) - 1
 
 # What transformers assumes for a key that config.json lacks, where the families differ.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -284,7 +285,7 @@ class SamplingParams:
             raise UsageError("repetition_penalty is 0; 1.0 is off, above 1.0 repeats less")
         self._check("presence_penalty", -2, 2)
         self._check("frequency_penalty", -2, 2)
-        self._check("seed", 0, (1 << 63) - 1, whole=True)
+        self._check("seed", 0, MAX_SEED, whole=True)
 
     def _check(self, name: str, least: int, most: int, *, whole: bool = False) -> None:
         """Refuse what is outside; numpy's numbers become Python's."""

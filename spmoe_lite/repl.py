@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
+from spmoe_lite.config import MAX_SEED
 from spmoe_lite.errors import DamagedError, NotFoundError, SpmoeError, UsageError
 from spmoe_lite.files import write_whole
 from spmoe_lite.progress import many
@@ -322,7 +323,7 @@ class Repl:
         if self.sampling.temperature == 0:
             note("temperature 0 gives the same answer again; /set temp 0.7 would vary it")
         elif self.seed is not None:
-            self.seed += 1
+            self.seed = (self.seed + 1) % (MAX_SEED + 1)
             note(f"seed {self.seed}")
         try:
             self.say(question)
@@ -364,6 +365,8 @@ class Repl:
         if name == "max-tokens":
             self.max_tokens = int(number) if number > 0 else None
         elif name == "seed":
+            if not -1 <= number <= MAX_SEED:
+                raise UsageError(f"seed {value}: 0 to {MAX_SEED}, or -1 for a new one each time")
             self.seed = int(number) if number >= 0 else None
         else:
             changed: dict[str, Any] = {SETTINGS[name]: number}
@@ -470,9 +473,11 @@ def save_conversation(path: Path, saved: dict[str, Any]) -> None:
 def load_conversation(path: Path) -> dict[str, Any]:
     """A saved conversation with checked roles and texts; `DamagedError` for anything else."""
     try:
-        if path.stat().st_size > MAX_SAVED_BYTES:
+        with open(path, "rb") as file:
+            data = file.read(MAX_SAVED_BYTES + 1)  # of a device the size says nothing
+        if len(data) > MAX_SAVED_BYTES:
             raise DamagedError(f"{path} is not a saved conversation: larger than 64 MiB")
-        saved = json.loads(path.read_text(encoding="utf-8"))
+        saved = json.loads(data.decode("utf-8"))
     except FileNotFoundError:
         raise NotFoundError(f"no file {path}") from None
     except OSError as error:

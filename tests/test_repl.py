@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from spmoe_lite import repl as repl_module
 from spmoe_lite.errors import CapacityError, DamagedError, NotFoundError, SpmoeError, UsageError
 from spmoe_lite.repl import Repl
 from tests.fake_engine import Engine
@@ -415,6 +416,21 @@ def test_clear_forgets_and_keeps_the_system_prompt(repl):
     assert repl.engine.asked[-1][0][0]["role"] == "user"
 
 
+def test_regen_after_the_last_seed_takes_the_first(repl):
+    repl.handle("/set seed 9223372036854775807")
+    repl.say("hello")
+    repl.handle("/regen")
+    assert [given["sampling"].seed for _, given in repl.engine.asked] == [2**63 - 1, 0]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="no such device here")
+def test_a_conversation_without_end_is_not_read_to_it(repl, monkeypatch):
+    monkeypatch.setattr(repl_module, "MAX_SAVED_BYTES", 1000)
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: pytest.fail("all of it is asked for"))
+    with pytest.raises(DamagedError, match="/dev/zero is not a saved conversation: larger than"):
+        repl.handle("/load /dev/zero")
+
+
 @pytest.mark.parametrize(
     "typed, field, value",
     [
@@ -467,6 +483,8 @@ def test_set_says_what_is_now_in_force(repl, capsys):
         ("/set top-k 1.5", "takes a whole number"),
         ("/set colour red", "nothing called 'colour'"),
         ("/set temp -1", "temperature"),
+        ("/set seed -2", "seed -2: 0 to 9223372036854775807, or -1"),
+        ("/set seed 9223372036854775808", "seed 9223372036854775808: 0 to"),
         ("/frobnicate", "/help lists them"),
         ("/save", "takes a file name"),
         ("/load", "takes a file name"),
