@@ -202,7 +202,10 @@ def _header(path: Path, line: bytes) -> Header:
         if draft is not None and not isinstance(draft, str):
             raise ValueError("draft is no text")
     except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{path} line 1 is no header of a trace ({error})") from None
+        raise DamagedError(
+            f"{path} line 1 is no header of a trace ({error}); give a file that `run` or `chat` "
+            f"wrote with --trace"
+        ) from None
     known = {name: value.get(name) for name in Header.__dataclass_fields__}
     return Header(**known)  # type: ignore[arg-type]  # each checked above
 
@@ -248,6 +251,8 @@ def _object(line: bytes) -> dict[str, Any]:
         value = json.loads(line)
     except UnicodeDecodeError:
         raise ValueError("not text") from None
+    except json.JSONDecodeError:
+        raise ValueError("not JSON") from None
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value
