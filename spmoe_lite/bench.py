@@ -384,9 +384,7 @@ def bench(
                     measure(engine, prompts[:1], 1, lambda done: check(cancel), **how)
                     _draw(result, engine, asked, prompts[0], how)
         except _Known:
-            if asked.policy != ALL:
-                why = f"all {experts} experts are in slots, nothing is paged: give fewer --slots"
-                result.left_out[f"{asked.policy}, {asked.slots or experts} slots"] = why
+            _leave_out_paged(result, asked)
             continue
         except Cancelled:
             result.interrupted = True
@@ -398,6 +396,8 @@ def bench(
             continue
         setting, first = _got(asked, known["slots"], experts), first or runs
         seen.add(setting)
+        if setting.policy == ALL:
+            _leave_out_paged(result, asked)  # it is measured, as what it became
         said = {"steps": known["steps"], "notices": tuple(known["notices"])}
         amount = asked.slots or (None if asked.vram == "auto" else asked.vram)
         row = make_row(setting, runs, None if forced else first, asked=amount, **said)
@@ -405,6 +405,13 @@ def bench(
         if on_row is not None:
             on_row(row)
     return result
+
+
+def _leave_out_paged(result: Bench, asked: Setting) -> None:
+    """Say why there is no row of a policy that had nothing to page."""
+    if asked.policy != ALL:
+        why = f"all {result.experts} experts are in slots, nothing is paged: give fewer --slots"
+        result.left_out[f"{asked.policy}, {asked.slots or result.experts} slots"] = why
 
 
 def _load(

@@ -281,7 +281,11 @@ def test_where_every_expert_fits_all_policies_are_one_row(engine, monkeypatch):
         "all-resident, 16 slots, no drafts",
         "all-resident, 16 slots, 4 drafts",
     ]
-    assert list(found.left_out) == ["global-lru, 16 slots", "ours, 16 slots"]
+    left_out = ["on-demand, 16 slots", "global-lru, 16 slots", "ours, 16 slots"]
+    assert list(found.left_out) == left_out
+    only = measured(policies=[b.OURS], draft_tokens=[4])
+    assert {row.setting.policy for row in only.rows} == {b.ALL}
+    assert list(only.left_out) == ["on-demand, 16 slots", "ours, 16 slots"]
 
 
 def test_without_a_draft_ours_is_left_out_with_a_reason(engine):
