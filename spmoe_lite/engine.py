@@ -14,9 +14,11 @@ downloads anything.
 
 from __future__ import annotations
 
+import atexit
 import operator
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
@@ -32,6 +34,10 @@ from spmoe_lite.progress import OnProgress, check_callers
 from spmoe_lite.slab import make_slab
 from spmoe_lite.stats import warnings
 from spmoe_lite.store import ExpertStore
+
+EXIT_SECONDS = (
+    10.0  # that the end of the process waits for a step; `on_progress` may wait for the process
+)
 
 
 class Engine:
@@ -62,8 +68,10 @@ class Engine:
         self._holder: Run | None = None
         self._caller: tuple[int, object] | None = None  # the thread and asyncio task it reads in
         self._closed = False
+        self._ending = False  # with the process
         self._process = os.getpid()
         self._closing = threading.RLock()
+        _open.add(self)
 
     @property
     def decoder(self) -> Decoder:
@@ -233,6 +241,10 @@ class Engine:
         with self._lock:
             if self._closed:
                 raise BusyError("the engine is closed")
+            if self._ending:
+                if threading.current_thread().daemon:
+                    return False  # it waits, and goes with the process
+                raise BusyError("the process ends: the engine answers no more")
             if self._holder in (None, run):
                 self._caller = threading.get_ident(), task  # who read last: pools change threads
                 self._holder = run
@@ -286,6 +298,17 @@ class Engine:
         with self._closing:
             self._parts.close()
 
+    def _end_at_exit(self) -> None:
+        """Cancel what a daemon thread reads, and wait for its step; the memory goes with the process."""
+        if self._process != os.getpid():  # its threads stayed there
+            return
+        with self._lock:
+            self._ending = True
+            holder = self._holder
+        prefetcher = self._parts.prefetcher
+        if (holder is None or holder.ends_within(EXIT_SECONDS)) and prefetcher is not None:
+            prefetcher.close()
+
     def __reduce__(self) -> NoReturn:
         raise UsageError("an engine cannot be copied or sent to a process: load one there")
 
@@ -321,6 +344,16 @@ class Engine:
             "warnings": warnings(self.counters, drafting_paused, decoder.usefulness.paused),
             "notices": list(self.notices),
         }
+
+
+_open: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that is inside torch when the interpreter goes would abort the process."""
+    for engine in list(_open):
+        engine._end_at_exit()
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:

@@ -220,6 +220,14 @@ class Run:
             with self._stepping:
                 self._end()
 
+    def ends_within(self, seconds: float) -> bool:
+        """Cancel it, and wait for the step under way; not from inside that step."""
+        self.cancel()
+        if self.in_step() or not self._stepping.acquire(timeout=seconds):
+            return False
+        self._stepping.release()
+        return True
+
     def _end_if_cancelled(self) -> None:
         """End it, unless somebody is in a step: that one does the same right after the step."""
         if self.cancelled.is_set() and self._stepping.acquire(blocking=False):

@@ -726,6 +726,42 @@ def test_kind_l_o37_a_forked_child_is_told_and_its_parent_goes_on(engine):
     assert answer.result.completion_tokens == 6
 
 
+def test_a_daemon_thread_that_is_answered_does_not_abort_the_end_of_the_process(packs):
+    code = (
+        "import sys, threading\n"
+        "from spmoe_lite import Engine\n"
+        "engine, seen = Engine.load(*sys.argv[1:], device='cpu', slots=6), threading.Semaphore(0)\n"
+        "def read():\n"
+        "    while True:\n"
+        "        for piece in engine.generate([1, 17, 300], max_tokens=100): seen.release()\n"
+        "threading.Thread(target=read, daemon=True).start()\n"
+        "for _ in range(20): seen.acquire()\n"
+    )
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    done = subprocess.run(
+        [sys.executable, "-c", code, *packs], cwd=root, timeout=60, capture_output=True
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_an_answer_that_waits_for_the_end_of_the_process_holds_it_up_for_a_while(packs):
+    """`on_progress` may ask for something of the main thread, which is on its way out."""
+    code = (
+        "import sys, threading, spmoe_lite.engine as e\n"
+        "e.EXIT_SECONDS = 0.2\n"
+        "engine, inside = e.Engine.load(*sys.argv[1:], device='cpu', slots=6), threading.Event()\n"
+        "def wait(progress): inside.set(); threading.Event().wait()\n"
+        "answer = engine.generate(list(range(3, 300)), max_tokens=9, on_progress=wait)\n"
+        "threading.Thread(target=list, args=(answer,), daemon=True).start()\n"
+        "inside.wait()\n"
+    )
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    done = subprocess.run(
+        [sys.executable, "-c", code, *packs], cwd=root, timeout=60, capture_output=True
+    )
+    assert b"Traceback" not in done.stderr
+
+
 # --- bad input -------------------------------------------------------------------------------------
 
 
