@@ -184,12 +184,23 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(v, where, depth + 1) for v in value]
     if isinstance(value, str):
-        return str(value)
+        return _unicode(str(value), where)
     if value is None or isinstance(value, (bool, int, float)):
         return value
     raise UsageError(
         f"{where} holds a {type(value).__name__}; only text, numbers, lists and objects"
     )
+
+
+def _unicode(text: str, where: str) -> str:
+    """The text; one that has no UTF-8 is refused here, while its characters are the caller's."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{where} is not valid Unicode: a lone surrogate at character {error.start}; remove it"
+        ) from None
+    return text
 
 
 def _size(value: Any) -> int:

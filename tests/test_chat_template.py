@@ -294,6 +294,7 @@ def test_kind_d_o10_a_system_message_that_a_template_would_drop_is_folded(tokeni
         ([user(None)], "message 0 .user. must have text"),
         ([user("a"), user([{"type": "text", "text": "b"}])], "message 1 .user. must have text"),
         ([user("a") | {"x": object()}], "message 0 holds a object"),
+        ([system("s"), user("ab\ud83d")], "message 1 is not .* surrogate at character 2;"),
     ],
 )
 def test_kind_d_o10_other_histories_are_usage_errors_in_one_line(tokenizer, messages, match):
