@@ -1,0 +1,41 @@
+"""Scripts of benchmarks/ that need a GPU: what of them can be wrong without one."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+STRIDE, EXPERTS = 64, 8
+
+
+class Event:
+    """Eight ms from any of them to any other."""
+
+    def __init__(self, enable_timing):
+        pass
+
+    def record(self):
+        pass
+
+    synchronize = record
+
+    def elapsed_time(self, end):
+        return 8.0
+
+
+@pytest.mark.parametrize("layers", [1, 3, 4, 32])
+def test_decode_times_copies_of_experts_that_the_pair_has(layers, monkeypatch):
+    """`--layers 1`: the other layers' addresses were read beyond the end of the table."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import decode
+
+    monkeypatch.setattr(decode, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    memory = torch.zeros(layers * EXPERTS, STRIDE, dtype=torch.uint8)
+    address = memory.data_ptr() + torch.arange(layers * EXPERTS).view(layers, EXPERTS) * STRIDE
+    pair = SimpleNamespace(
+        layers=layers, address=address, layout=SimpleNamespace(stride=memory.stride(0))
+    )
+    assert decode.fetch_ms(pair) == 8 / (decode.CHOICES * min(layers, 4))
