@@ -35,9 +35,7 @@ from spmoe_lite.slab import make_slab
 from spmoe_lite.stats import warnings
 from spmoe_lite.store import ExpertStore
 
-EXIT_SECONDS = (
-    10.0  # that the end of the process waits for a step; `on_progress` may wait for the process
-)
+EXIT_SECONDS = 10.0  # that the end of the process waits for a step, which may wait for it
 
 
 class Engine:
@@ -262,7 +260,7 @@ class Engine:
 
     def wait_free(self, seconds: float) -> None:
         with self._lock:
-            if self._holder is not None:
+            if self._holder is not None or self._ending:
                 self._free.wait(seconds)
 
     def held_by_caller(self, task: object | None) -> bool:
