@@ -383,7 +383,9 @@ def bench_packs(
 
         torch.set_num_threads(threads)
     with (
-        terminal.interruptible() as cancel,
+        terminal.interruptible(
+            terminated=True
+        ) as cancel,  # minutes of figures, gigabytes to delete
         terminal.ProgressDisplay() as progress,
         contextlib.ExitStack() as stack,
     ):

@@ -17,7 +17,7 @@ import time
 import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 import click
@@ -209,10 +209,11 @@ def ask(question: str) -> bool:
 
 
 @contextmanager
-def interruptible() -> Iterator[threading.Event]:
+def interruptible(*, terminated: bool = False) -> Iterator[threading.Event]:
     """Ctrl-C sets the event this yields; a second one raises `KeyboardInterrupt` as usual.
 
     The library looks at the event between pieces of work, so that nothing is left half done.
+    terminated: SIGTERM sets it as well, however often it comes.
     """
     cancel = threading.Event()
 
@@ -221,7 +222,10 @@ def interruptible() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         cancel.set()
 
-    with on_interrupt(stop):
+    with ExitStack() as handled:
+        handled.enter_context(on_interrupt(stop))
+        if terminated:
+            handled.enter_context(on_interrupt(lambda *_: cancel.set(), signal.SIGTERM))
         yield cancel
 
 
@@ -258,16 +262,18 @@ def keys_unseen() -> Iterator[None]:
 
 
 @contextmanager
-def on_interrupt(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle Ctrl-C by `handler` for a while; a thread other than the main one changes nothing."""
+def on_interrupt(
+    handler: Callable[[int, FrameType | None], None], signum: int = signal.SIGINT
+) -> Iterator[None]:
+    """Handle Ctrl-C, or another signal, by `handler` for a while; only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, handler)
+    before = signal.signal(signum, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signum, before)
 
 
 class ProgressDisplay:

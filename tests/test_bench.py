@@ -3,6 +3,7 @@
 import errno
 import json
 import re
+import signal
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from spmoe_lite import bench as b
 from spmoe_lite import cli, library, prompts, synthetic
 from spmoe_lite.errors import Cancelled, CapacityError, DamagedError, UsageError
+from spmoe_lite.progress import check
 from spmoe_lite.stats import Counters, RunStats
 from tests.tiny import tiny_pack
 
@@ -351,6 +353,26 @@ def test_ctrl_c_prints_the_rows_so_far_and_is_130(found_packs, monkeypatch, caps
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 3 and "interrupted; rows measured: 1" in err
     assert json.loads(file.read_text())["interrupted"] is True
+
+
+def test_sigterm_is_as_good_and_may_come_twice(found_packs, monkeypatch, capsys, tmp_path):
+    """`timeout` sends it to the process and to its group; what is measured and what is deleted is the same."""
+    begin = b.measure
+
+    def measure(*args, **how):
+        if len(Engine.loaded) == 2:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGTERM)
+            check(how["cancel"])
+        return begin(*args, **how)
+
+    monkeypatch.setattr(b, "measure", measure)
+    file = tmp_path / "out.json"
+    assert spmoe("bench", "mix", "--slots", "8,9", "--json", str(file)) == 130
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 3 and "interrupted; rows measured: 1" in err
+    assert json.loads(file.read_text())["interrupted"] is True
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_file_that_cannot_be_written_costs_no_row(found_packs, monkeypatch, capsys, tmp_path):
