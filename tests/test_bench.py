@@ -339,30 +339,17 @@ def test_a_row_with_another_text_is_exit_code_1(found_packs, monkeypatch, capsys
     assert err.count("on-demand: said") == err.count("ours: said") == 1  # once a policy
 
 
-def test_ctrl_c_prints_the_rows_so_far_and_is_130(found_packs, monkeypatch, capsys, tmp_path):
-    begin = b.measure
+@pytest.mark.parametrize(("signum", "times"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_ctrl_c_or_sigterm_prints_the_rows_so_far_and_is_130(
+    found_packs, monkeypatch, capsys, tmp_path, signum, times
+):
+    """SIGTERM may come twice: `timeout` sends it to the process and to its group."""
+    begin, before = b.measure, signal.getsignal(signum)
 
     def measure(*args, **how):
         if len(Engine.loaded) == 2:
-            raise Cancelled("cancelled")
-        return begin(*args, **how)
-
-    monkeypatch.setattr(b, "measure", measure)
-    file = tmp_path / "out.json"
-    assert spmoe("bench", "mix", "--slots", "8,9", "--json", str(file)) == 130
-    out, err = capsys.readouterr()
-    assert len(out.splitlines()) == 3 and "interrupted; rows measured: 1" in err
-    assert json.loads(file.read_text())["interrupted"] is True
-
-
-def test_sigterm_is_as_good_and_may_come_twice(found_packs, monkeypatch, capsys, tmp_path):
-    """`timeout` sends it to the process and to its group; what is measured and what is deleted is the same."""
-    begin = b.measure
-
-    def measure(*args, **how):
-        if len(Engine.loaded) == 2:
-            for _ in range(2):
-                signal.raise_signal(signal.SIGTERM)
+            for _ in range(times):
+                signal.raise_signal(signum)
             check(how["cancel"])
         return begin(*args, **how)
 
@@ -372,7 +359,7 @@ def test_sigterm_is_as_good_and_may_come_twice(found_packs, monkeypatch, capsys,
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 3 and "interrupted; rows measured: 1" in err
     assert json.loads(file.read_text())["interrupted"] is True
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signum) is before
 
 
 def test_a_file_that_cannot_be_written_costs_no_row(found_packs, monkeypatch, capsys, tmp_path):

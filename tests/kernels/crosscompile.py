@@ -157,23 +157,20 @@ def expert_call(kind: str, tokens: int, dtype: torch.dtype, name: str):
     return lambda: expert_gemm_triton.expert_down_triton(h, experts, use, layout, out)
 
 
-def linear_call(tokens: int, dtype: torch.dtype, name: str, gated: bool):
-    x, scheme = torch.empty(tokens, 4096, dtype=dtype), scheme_of(name)
-    run = torch.empty(matrix_bytes(name, 4096, 4096), dtype=torch.uint8)
+def weight_of(name: str, rows: int, columns: int, dtype: torch.dtype):
+    run, scheme = torch.empty(matrix_bytes(name, rows, columns), dtype=torch.uint8), scheme_of(name)
     if scheme is None:
-        weight = run.view(dtype).view(4096, 4096)
-    else:
-        weight = view_matrix(run, scheme, 4096, 4096)
+        return run.view(dtype).view(rows, columns)
+    return view_matrix(run, scheme, rows, columns)
+
+
+def linear_call(tokens: int, dtype: torch.dtype, name: str, gated: bool):
+    x, weight = torch.empty(tokens, 4096, dtype=dtype), weight_of(name, 4096, 4096, dtype)
     return lambda: linear_triton.linear_triton(x, weight, gated=gated)
 
 
 def heads_call(tokens: int, dtype: torch.dtype, name: str):
-    x, scheme = torch.empty(tokens, 4096, dtype=dtype), scheme_of(name)
-    run = torch.empty(matrix_bytes(name, 6144, 4096), dtype=torch.uint8)
-    if scheme is None:
-        weight = run.view(dtype).view(6144, 4096)
-    else:
-        weight = view_matrix(run, scheme, 6144, 4096)
+    x, weight = torch.empty(tokens, 4096, dtype=dtype), weight_of(name, 6144, 4096, dtype)
     turn, caches = torch.empty(64, 64), torch.empty(2, 64, 8, 128, dtype=dtype)
     start = torch.zeros(1, dtype=torch.int32) if tokens == 1 else 0
     arguments = (x, weight, None, turn, turn, start, *caches)
