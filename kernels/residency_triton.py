@@ -25,9 +25,10 @@ _EMPTY, _NO_SLOT = tl.constexpr(EMPTY), tl.constexpr(NO_SLOT)
 _STAGED, _FILLED, _LATE = tl.constexpr(STAGED), tl.constexpr(FILLED), tl.constexpr(LATE)
 _LAST = tl.constexpr(1 << 62)  # beyond every key
 PAIRS = 16  # choices compared at once
-# As few programs as fill a PCIe 5 x16 bus, and each with all registers of a processor: what runs beside
-# one that waits for the bus waits with it, and the draft's next kernel with that (docs/log.md).
-COPY_PROGRAMS = 2
+# Each program has all registers of a processor: what runs beside one that waits for the bus waits with it, and
+# the draft's next kernel with that. Two programs fill a PCIe 5 x16 bus on most processors; where the draft's
+# kernels leave others, four are needed, and with six drafting takes longer (docs/log.md).
+COPY_PROGRAMS = 4
 COPY_WARPS = 32
 COPY_WORDS = 65536  # int32 of one program's piece
 
