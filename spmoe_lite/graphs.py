@@ -180,7 +180,7 @@ class StepGraphs:
             self._host = tables.host.cpu().numpy()
             self._predicted = torch.zeros_like(tables.wanted)
         self._inside = False  # whether the device has the slots
-        self._copies = torch.cuda.Stream(device)
+        self._copies = torch.cuda.Stream(device, priority=-1)  # `_predict` says why
         # Recorded inside the first draft pass, and inside each later one.
         self._staged = [torch.cuda.Event(external=True) for _ in range(2)]
         self._fetched = torch.cuda.Event()
@@ -415,16 +415,21 @@ class StepGraphs:
     # --- what is captured -----------------------------------------------------------------------
 
     def _predict(self, layer: int, state: torch.Tensor, index: torch.Tensor, first: bool) -> None:
-        """In each layer of a draft pass: what it names is staged once the last one ahead was seen."""
+        """In each layer of a draft pass: what it names is staged once the last one ahead was seen.
+
+        `fetch` gets the processors that are free when it begins, and the draft's kernels leave the slow
+        ones: it is first in line, and begins beside the smallest launch there is (docs/log.md).
+        """
         if layer == 0 and first:
             self._param(OVER).zero_()
         if layer < self.layers_ahead:
             self._predictions.append(self._predictor.choose(layer, state))
         if layer + 1 == self.layers_ahead:
             chosen, self._predictions = torch.cat(self._predictions), []
-            self._predicted.index_copy_(0, index, chosen[None])
             stage(self.tables, chosen, self._param(CUTOFF), self._queued, self._param(NUMBER))
             self._staged[not first].record()
+            # Last, so that `fetch` begins beside it.
+            self._predicted.index_copy_(0, index, chosen[None])
 
     def _run_verify(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's pass: logits, and what the report says of it, int32."""
