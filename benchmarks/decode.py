@@ -6,8 +6,9 @@ target's experts. Experts in host memory are views of fewer distinct ones, more 
 cache holds. Acceptance is forced: of each step a number of proposals drawn from the rate asked for. What
 runs is the engine's captured steps (`spmoe_lite/graphs.py`) over its tables; the Engine itself does not.
 
-Every run takes the same steps: what the target's routers choose must not depend on where experts lie, and
-is compared. A last run per number of slots has a predictor that was told what the run before it found.
+Every run takes the same steps: proposals, what the target's routers choose and the bits of its logits must
+not depend on where experts lie, and are compared. A last run per number of slots has a predictor that was
+told what the run before it found.
 """
 
 import argparse
@@ -18,7 +19,9 @@ import statistics
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +29,7 @@ import torch
 from benchmarks.kernel_data import DEVICE, layout
 from spmoe_lite import synthetic, timing
 from spmoe_lite.cutoff import Drift, Profile, copies_queued
-from spmoe_lite.graphs import StepGraphs
+from spmoe_lite.graphs import Found, StepGraphs
 from spmoe_lite.kernels.residency import STAGED, Tables, fetch
 from spmoe_lite.kvcache import KVCache
 from spmoe_lite.model import Transformer
@@ -109,6 +112,31 @@ class Pair:
 
 class NoSource:
     """Captured steps bring their own source of experts."""
+
+
+class Bits(NamedTuple):
+    """What a step must find wherever experts lie."""
+
+    proposal: list[int]
+    trace: np.ndarray  # [L, T, k]
+    logits: int  # a checksum of all their bits
+
+    @classmethod
+    def of(cls, found: Found) -> "Bits":
+        logits = found.logits.view(torch.int16).cpu().numpy()
+        return cls(found.proposal, found.trace, zlib.crc32(np.ascontiguousarray(logits)))
+
+    def unlike(self, before: "Bits") -> str:
+        """What differs, in words; empty if nothing does."""
+        what = []
+        if self.proposal != before.proposal:
+            what.append(f"proposals {self.proposal}, not {before.proposal}")
+        if (other := self.trace != before.trace).any():
+            layer, rows = int(other.any((1, 2)).argmax()), other.any((0, 2)).nonzero()[0]
+            what.append(f"routing from layer {layer} on, in rows {rows.tolist()}")
+        if self.logits != before.logits:
+            what.append("logits")
+        return "; ".join(what)
 
 
 class Told:
@@ -211,20 +239,20 @@ def run(
     cutoff: int,
     accept: float,
     steps: int,
-    traces: list[np.ndarray],
+    before: list[Bits],
     told: Told | None = None,
 ) -> dict:
     """WARM and `steps` steps of `count` drafts; medians in ms, and what crossed the bus.
 
-    traces: what an earlier run's steps chose, or an empty list that gets it.
+    before: what an earlier run's steps found, or an empty list that gets it. RuntimeError: not the same bits.
     """
-    known = bool(traces)
+    known = bool(before)
     draw = random.Random(1)
     tokens = [draw.randrange(VOCAB) for _ in range(CONTEXT)]
     rows, position, drift = [], CONTEXT, Drift(Profile(pair.copy_ms, 2.0, 0.0))
     for i in range(WARM + steps):
         if told is not None:
-            told.tell(traces[i])
+            told.tell(before[i].trace)
         begun = time.perf_counter()
         start = graphs.layers_ahead / pair.layers
         queued = copies_queued(drift.profile, graphs.most, start)
@@ -240,10 +268,11 @@ def run(
         position += taken + 1
         tokens = tokens[taken + 1 :] + found.proposal[:taken] + [found.tokens[taken]]  # one length
         wall = (time.perf_counter() - begun) * 1e3
-        if known:
-            assert (found.trace == traces[i]).all(), f"step {i} chose other experts than before"
-        else:
-            traces.append(found.trace)
+        bits = Bits.of(found)
+        if not known:
+            before.append(bits)
+        elif unlike := bits.unlike(before[i]):
+            raise RuntimeError(f"step {i} differs from the run before: {unlike}")
         if i >= WARM:
             missed = 0 if found.missed is None else int(found.missed.sum())
             fetched = [] if found.fetched is None else found.fetched.tolist()
@@ -362,11 +391,11 @@ def main() -> None:
             if args.json:
                 args.json.write_text(json.dumps(results, indent=1) + "\n")
 
-        traces: dict[int, list[np.ndarray]] = {0: [], drafts: []}
+        bits: dict[int, list[Bits]] = {0: [], drafts: []}
         if "resident" not in args.skip:
             graphs = build(pair, args.layers * EXPERTS, drafts, None)
             for count in (0, drafts):
-                row = run(pair, graphs, count, 0, args.acceptance, args.steps, traces[count])
+                row = run(pair, graphs, count, 0, args.acceptance, args.steps, bits[count])
                 union = row["mean"]["union"] * pair.layout.stride
                 floor = (dense_bytes(pair.target) + union) / hbm
                 row["verify_over_roofline"] = row["median_ms"]["verify"] / floor
@@ -387,7 +416,7 @@ def main() -> None:
                 graphs = build(pair, slots, drafts, predictor)
                 for cutoff in map(int, args.cutoffs.split(",")) if predictor else [0]:
                     row = run(
-                        pair, graphs, drafts, cutoff, args.acceptance, args.steps, traces[drafts],
+                        pair, graphs, drafts, cutoff, args.acceptance, args.steps, bits[drafts],
                         told if predictor is told else None,
                     )  # fmt: skip
                     bus = row["step_bytes"] / pair.layout.stride * pair.copy_ms

@@ -39,3 +39,19 @@ def test_decode_times_copies_of_experts_that_the_pair_has(layers, monkeypatch):
         layers=layers, address=address, layout=SimpleNamespace(stride=memory.stride(0))
     )
     assert decode.fetch_ms(pair) == 8 / (decode.CHOICES * min(layers, 4))
+
+
+def test_decode_says_what_differs_from_the_run_before(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.decode import Bits
+
+    def found(proposal=(1, 2), expert=3, logit=0.5):
+        trace = torch.tensor([[[0, 1]], [[2, expert]]]).numpy()
+        logits = torch.tensor([[0.25, logit]], dtype=torch.bfloat16)
+        return Bits.of(SimpleNamespace(proposal=[*proposal], trace=trace, logits=logits))
+
+    assert found().unlike(found()) == ""
+    assert found(proposal=(1, 4)).unlike(found()) == "proposals [1, 4], not [1, 2]"
+    assert found(expert=5).unlike(found()) == "routing from layer 1 on, in rows [0]"
+    assert found(logit=-0.5, expert=5).unlike(found()).endswith("; logits")
+    assert found(logit=0.50390625).unlike(found()) == "logits"  # the last bit
