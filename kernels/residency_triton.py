@@ -226,7 +226,10 @@ def _fetch_kernel(
             expert = layer * E + tl.load(wanted_ptr + item)
             slot = layer * Q + tl.load(place_ptr + item)
             address, landing = tl.load(host_ptr + expert), tl.load(slots_ptr + slot)
-            late = tl.load(over_ptr, volatile=True)
+            # One thread asks for its program. A load is made by every warp, and drafting may end between two
+            # of them: those that find it over would not copy, and their share of an expert that counts as
+            # copied would be the one's before it.
+            late = tl.atomic_or(over_ptr, 0, sem="relaxed")
             if late == 0:
                 source = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
                 target = tl.multiple_of(landing.to(tl.pointer_type(tl.int32)), 16)

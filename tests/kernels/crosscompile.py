@@ -3,8 +3,8 @@
 Each job runs a real launcher on CPU tensors whose kernels are replaced by recorders, under a
 stubbed compute capability; what was recorded is compiled by Triton for that capability and
 described, one line of JSON per kernel: loads, matrix instructions, shared memory, stack, whether
-ptxas made each wgmma wait for the one before. A script of its own, because Triton decides between
-interpreter and compiler when it is imported.
+ptxas made each wgmma wait for the one before, how a flag is read that another stream sets meanwhile.
+A script of its own, because Triton decides between interpreter and compiler when it is imported.
 """
 
 import contextlib
@@ -105,6 +105,17 @@ def stack_bytes(cubin: bytes) -> int:
     return int(re.search(r"STACK:(\d+)", text).group(1))
 
 
+def asks(ptx: str, kernel) -> list[str]:
+    """Instructions that go to `over_ptr` itself, each with the predicate that says which threads make them."""
+    if "over_ptr" not in kernel.arg_names:
+        return []
+    place = [p.name for p in kernel.params if not p.is_constexpr].index("over_ptr")
+    kept = re.search(
+        rf"ld\.param\.\w+\s+(%rd\d+), \[{kernel.fn.__name__}_param_{place}\]", ptx
+    ).group(1)
+    return re.findall(rf"^\s*((?:@!?%p\d+\s+)?[a-z][\w.]*) [^\n]*\[ ?{kept}\b", ptx, re.MULTILINE)
+
+
 def describe(kernel, bound: dict, options: dict, capability: tuple[int, int]) -> dict:
     """Compile one recorded launch and describe the result."""
     signature, constants, aligned = {}, {}, {}
@@ -138,6 +149,7 @@ def describe(kernel, bound: dict, options: dict, capability: tuple[int, int]) ->
         "shared": binary.metadata.shared,
         "stack": stack_bytes(binary.asm["cubin"]),
         "serialized": "serialized" in log.getvalue(),
+        "asks": asks(ptx, kernel),
     }
 
 

@@ -72,6 +72,15 @@ def test_experts_are_copied_sixteen_bytes_at_a_time(compiled):
         assert "v4.b32" in entry["loads"], entry
 
 
+def test_whether_drafting_is_over_is_asked_by_one_thread(compiled):
+    """Warps that ask for themselves get different answers: an expert would count as copied without the share of some."""
+    fetching = [entry for entry in compiled if entry["kernel"] == "_fetch_kernel"]
+    assert len(fetching) == 2
+    for entry in fetching:
+        (ask,) = entry["asks"]
+        assert ask.startswith("@%p") and " atom." in ask, entry
+
+
 def test_shared_memory_fits_and_registers_do_not_spill(compiled):
     for entry in compiled:
         assert entry["shared"] <= SHARED_KB[entry["capability"]] * 1024, entry

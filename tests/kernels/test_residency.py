@@ -184,6 +184,32 @@ def test_what_is_late_is_given_up(how, device):
     assert int(t.state[0].sum()) == 0
 
 
+@pytest.mark.gpu
+def test_an_expert_is_there_whole_or_not_at_all_whenever_drafting_ends(device):
+    """Every warp of `fetch` must see the same end: one that does not copy while others do leaves its share as it was."""
+    count, draw = 16, random.Random(0)
+    world = World("triton", device, layers=2, experts=count, quota=count + 1, guesses=count)
+    t, copies = world.tables, torch.cuda.Stream()
+    slots = world.room.view(2, count + 1, STRIDE)[:, :count]
+    number = torch.arange(2 * count, dtype=torch.uint8, device=device).view(2, count, 1)
+    t.wanted[0] = t.place[0] = torch.arange(count, device=device)
+    ends, torn = torch.zeros(4, dtype=torch.int64, device=device), 0
+    for _ in range(3000):
+        world.room.fill_(255)
+        t.over.zero_()
+        t.state[0].fill_(residency.STAGED)
+        copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(copies):
+            world.fetch(t, STRIDE, 0, 2)
+        torch.cuda._sleep(int(2 ** draw.uniform(8, 20)))
+        t.over.fill_(1)
+        torch.cuda.current_stream().wait_stream(copies)
+        torn = torn + ((slots != number).any(2) & (t.state[0] == residency.FILLED)).sum()
+        ends += t.state[0].flatten().bincount(minlength=4)
+    assert int(ends[residency.FILLED]) and int(ends[residency.LATE])
+    assert int(torn) == 0
+
+
 @pytest.mark.parametrize("how", BOTH)
 def test_no_more_is_staged_than_may_wait(how, device):
     world = World(how, device)
