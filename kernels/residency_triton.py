@@ -290,12 +290,16 @@ def stage_triton(
     layers, choices = predicted.shape
     assert predicted.is_contiguous() and predicted.shape == tables.wanted.shape[1:]
     assert len(queued) == len(tables.wanted) and queued.is_contiguous()
+    warps = _warps(num_experts)
+    # A number for each thread at least: fewer would be read and counted by every warp for itself, and `fetch`
+    # may change one between two of them.
+    counted = max(_block(tables.state.numel()), 32 * warps)
     _stage_kernel[(1,)](
         predicted, cutoff, queued, number, tables.src, tables.host, tables.who, tables.age,
         tables.expected, tables.wanted, tables.place, tables.state,
-        P=layers, E=num_experts, Q=num_slots, CHOICES=choices, BLOCK_S=_block(tables.state.numel()),
+        P=layers, E=num_experts, Q=num_slots, CHOICES=choices, BLOCK_S=counted,
         BLOCK_C=_block(choices), BLOCK_E=_block(num_experts), BLOCK_Q=_block(num_slots),
-        num_warps=_warps(num_experts), enable_fp_fusion=True,
+        num_warps=warps, enable_fp_fusion=True,
     )  # fmt: skip
 
 

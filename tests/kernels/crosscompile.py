@@ -215,6 +215,8 @@ def residency_calls():
     yield lambda: residency_triton.route_triton(tables, 0, zeros(5, 8), addresses[:3], zeros(5, 8))
     yield lambda: residency_triton.stage_triton(tables, zeros(4, 8), one, zeros(8), one)
     yield lambda: residency_triton.fetch_triton(tables, 1 << 20, 0, 2)
+    few = Tables.make(addresses, addresses[:, :64].contiguous(), (2, 2, 8))
+    yield lambda: residency_triton.stage_triton(few, zeros(2, 8), one, zeros(2), one)
 
 
 def jobs(capability: tuple[int, int]):

@@ -81,6 +81,15 @@ def test_whether_drafting_is_over_is_asked_by_one_thread(compiled):
         assert ask.startswith("@%p") and " atom." in ask, entry
 
 
+def test_what_has_not_come_is_counted_by_all_warps_together(compiled):
+    """`fetch` may be at it: warps that each count for themselves, as they do up to 32 numbers, would part ways."""
+    staging = [entry for entry in compiled if entry["kernel"] == "_stage_kernel"]
+    assert len(staging) == 4
+    for entry in staging:
+        counted, warps = int(entry["constants"]["BLOCK_S"]), entry["options"]["num_warps"]
+        assert warps == 4 and counted >= 32 * warps, entry
+
+
 def test_shared_memory_fits_and_registers_do_not_spill(compiled):
     for entry in compiled:
         assert entry["shared"] <= SHARED_KB[entry["capability"]] * 1024, entry
