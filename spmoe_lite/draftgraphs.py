@@ -42,7 +42,7 @@ def capture(
     reset()
     run(rows)  # compiles and loads what the capture must not wait for
     graph, how = torch.cuda.CUDAGraph(), {"capture_error_mode": "thread_local"}
-    with capturing, _no_collection():
+    with capturing, _no_collection(), _stream_kept():
         stream = _stream_of(torch.cuda.current_device())
         with torch.cuda.graph(graph, pool=pool, stream=stream, **how):  # waits for the device first
             kept = run(rows)
@@ -53,6 +53,16 @@ def capture(
 def _stream_of(device: int) -> torch.cuda.Stream:
     """Where a GPU's graphs are captured: torch's own is of the GPU that was captured on first."""
     return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _stream_kept() -> Iterator[None]:
+    """Whatever happens, the current stream is the one before: a capture that fails leaves torch's as it was in it."""
+    before = torch.cuda.current_stream()
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(before)
 
 
 @contextmanager

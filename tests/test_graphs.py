@@ -396,6 +396,51 @@ def test_what_graphs_read_is_kept(pair, monkeypatch, draft):
                 assert inside or not storage.expired(), hex(address)
 
 
+def one_stream(monkeypatch) -> list[str]:
+    """The current stream in place of torch's, in a list of one."""
+    now = ["the caller's"]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: now.__setitem__(0, stream))
+    return now
+
+
+@pytest.mark.parametrize("where", ["capture_begin", "capture_end"])
+def test_a_capture_that_fails_leaves_the_callers_stream(monkeypatch, where):
+    """The engine goes on without graphs then; torch's own context would leave the capture's stream current."""
+    now = one_stream(monkeypatch)
+
+    class Capture:
+        def capture_begin(self, *_, **__):
+            assert now == ["the capture's"]
+            if where == "capture_begin":
+                raise RuntimeError("no capture")
+
+        def capture_end(self):
+            raise RuntimeError("no capture")
+
+    class Inside:
+        def __init__(self, stream):
+            self.stream = stream
+
+        def __enter__(self):
+            self.before = torch.cuda.current_stream()
+            torch.cuda.set_stream(self.stream)
+
+        def __exit__(self, *_):
+            torch.cuda.set_stream(self.before)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Capture)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+    monkeypatch.setattr(torch.cuda, "stream", Inside)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(draftgraphs, "_stream_of", lambda _: "the capture's")
+    with pytest.raises(RuntimeError, match="no capture"):
+        draftgraphs.capture(lambda rows: rows, 3, list, "a pool")
+    assert now == ["the caller's"]
+
+
 def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch):
     seen = []
 
@@ -411,6 +456,7 @@ def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", Graph)
+    one_stream(monkeypatch)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(draftgraphs, "_stream_of", str)
     _, kept = draftgraphs.capture(lambda rows: (rows, gc.isenabled()), 3, list, None)
@@ -420,6 +466,7 @@ def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch):
 def test_graphs_are_captured_on_a_stream_of_their_own_gpu(monkeypatch):
     """Two engines on two GPUs: torch captures on a stream of the first one, whichever is current."""
     streams = []
+    one_stream(monkeypatch)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("stream of", device))
 
