@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from spmoe_lite.cutoff import Drift, copies_queued, cutoff_layer, expected_copies
-from spmoe_lite.device import current
+from spmoe_lite.device import current, end_of_work
 from spmoe_lite.draftgraphs import DraftSteps
 from spmoe_lite.drafting import DraftLength
 from spmoe_lite.errors import CapacityError
@@ -101,6 +101,7 @@ class Decoder:
         self._draft_full = False  # said once
         self._step_ms = math.inf  # of the last captured step, on the GPU
         self._predictions: list[tuple[int, int, list[int]]] = []  # of that step
+        self._left_running: torch.cuda.Event | None = None  # of a pass that was cut short
         self._read_from = 0  # tokens of the prompt that were in the cache
 
     @torch.inference_mode()
@@ -160,10 +161,20 @@ class Decoder:
 
     @contextmanager
     def _device(self) -> Iterator[None]:
-        """Make the device current; CapacityError where a pass has no room there."""
+        """Make the device current; CapacityError where a pass has no room there.
+
+        What ends here by an error may still run: the next one waits for it, on whichever stream it comes.
+        """
         try:
             with current(self.target.device):
-                yield
+                left, self._left_running = self._left_running, None
+                if left is not None:
+                    torch.cuda.current_stream().wait_event(left)
+                try:
+                    yield
+                except BaseException:
+                    self._left_running = end_of_work(self.target.device)
+                    raise
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"{self.target.device} has no room left for a pass: lower --vram or --ctx-size"

@@ -95,6 +95,15 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def end_of_work(device: torch.device) -> torch.cuda.Event | None:
+    """The end of what the current stream has been given so far; None where there are no streams."""
+    if device.type != "cuda":
+        return None
+    end = torch.cuda.Event()
+    end.record()
+    return end
+
+
 def trim_heap() -> None:
     """Give the system what was freed: glibc keeps half of a closed CPU engine's bytes for later use."""
     if sys.platform == "linux":

@@ -485,6 +485,37 @@ def test_graphs_are_captured_on_a_stream_of_their_own_gpu(monkeypatch):
     assert streams[0] is streams[2]  # graphs that share memory are captured on one stream
 
 
+def test_the_next_pass_waits_for_what_a_cancelled_one_left(pair, plain, monkeypatch):
+    """On whichever stream it comes; where every expert has a slot, nothing else waits for that."""
+    without_gpu(monkeypatch)
+    left, waited, cancel = [], [], threading.Event()
+
+    class Stream(torch.cuda.Stream):
+        def wait_event(self, event):
+            waited.append(event)
+
+    def end_of_work(device):
+        left.append(torch.cuda.Event())
+        return left[-1]
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(decoder, "end_of_work", end_of_work)
+    with load(pair, "noisy", slots=24) as engine:
+        drafts = engine.decoder.graphs._draft
+        replay = drafts.replay
+
+        def cancelling(number):
+            cancel.set()
+            return replay(number)
+
+        drafts.replay = cancelling
+        got = engine.generate(PROMPT, max_tokens=9, cancel=cancel).result
+        assert got.finish_reason == "cancelled" and len(left) == 1 and left[0] not in waited
+        drafts.replay = replay
+        assert engine.generate(PROMPT, max_tokens=9).result.token_ids == plain[:9]
+        assert waited.count(left[0]) == 1 and len(left) == 1
+
+
 def test_recency_on_the_device_after_a_step_too_many(pair, plain, monkeypatch):
     """An end token inside an accepted block: the device had credited all of the block."""
     without_gpu(monkeypatch)
