@@ -59,7 +59,7 @@ from spmoe_lite.converters.recipe import (
 )
 from spmoe_lite.converters.source import Checkpoint, Piece, Source, SourceTensor, TensorFiles
 from spmoe_lite.errors import Cancelled, DamagedError, SpmoeError, UnsupportedError, UsageError
-from spmoe_lite.files import AGAIN, PARTIAL, making, naming, open_listed
+from spmoe_lite.files import AGAIN, LOCK, PARTIAL, making, naming, open_listed
 from spmoe_lite.manifest import (
     DENSE,
     FORMAT,
@@ -402,8 +402,10 @@ def repack(
             return ConvertResult(path, True, None)
         plan = _plan(model, path, asked, {})
         check_room(plan)
-        pack.verify(on_progress, cancel)
+    assert isinstance(model.source, TensorFiles)
     with contextlib.closing(model.source), making(f"the repacked {pack.name}", RESUMES):
+        model.source.open_all()  # before it is verified: what is read is what was
+        pack.verify(on_progress, cancel)
         _write(model, path, asked)
     return ConvertResult(path, False, plan)
 
@@ -629,7 +631,8 @@ def _is_there(path: Path, identity: dict[str, Any], asked: _Asked) -> bool:
             f"--name for a second pack"
         )
     with contextlib.suppress(OSError):  # of a run killed after the last rename
-        (path / JOURNAL).unlink(missing_ok=True)
+        for stray in (JOURNAL, LOCK):
+            (path / stray).unlink(missing_ok=True)
     return True
 
 

@@ -210,6 +210,11 @@ class TensorFiles:
         while self._open:
             self._open.popitem()[1].close()
 
+    def open_all(self) -> None:
+        """Open every file now: one that is replaced or deleted meanwhile is still read as it was."""
+        for name in {tensor.file: None for tensor in self.tensors.values()}:
+            self._file(name)
+
     def close_file(self, name: str) -> None:
         """Close one file, so that it can be deleted."""
         if file := self._open.pop(name, None):

@@ -180,16 +180,24 @@ def locked(folder: Path) -> Iterator[None]:
     """Hold the writer's lock of a partial folder; `BusyError` if another process has it.
 
     The lock is the operating system's and ends with the process, so a killed run leaves none
-    behind.
+    behind. One got just as its holder renamed or deleted the folder is the lock of nothing: busy.
     """
     path = folder / LOCK
+    busy = f"{folder} is being written by another process"
     with naming(path, "write"):
-        file = open(path, "ab", buffering=0)
+        try:
+            file = open(path, "ab", buffering=0)
+        except FileNotFoundError as error:
+            raise BusyError(busy) from error
     with file:
         try:
             _lock(file)
+            if not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                raise BlockingIOError
+        except FileNotFoundError as error:
+            raise BusyError(busy) from error
         except (BlockingIOError, PermissionError) as error:  # what flock and Windows answer
-            raise BusyError(f"{folder} is being written by another process") from error
+            raise BusyError(busy) from error
         except (OSError, ImportError) as error:
             log.warning(
                 "%s cannot be locked (%s); let no second process write it", folder, str(error)

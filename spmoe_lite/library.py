@@ -141,7 +141,11 @@ def packs(home: str | Path | None = None) -> list[PackInfo]:
             with contextlib.suppress(SpmoeError):  # a folder that cannot be written is still listed
                 m.restore_old(path.with_name(path.name.removesuffix(m.OLD)))
     found = {path for path in folder.glob("*") if _ending(path) is not None and path.is_dir()}
-    return [_info(path) for path in sorted(found)]
+    infos = []
+    for path in sorted(found):
+        with contextlib.suppress(FileNotFoundError):  # it has just been deleted, or renamed
+            infos.append(_info(path))
+    return infos
 
 
 def _info(path: Path) -> PackInfo:
@@ -177,10 +181,12 @@ def remove(name: str | Path, home: str | Path | None = None) -> None:
 
     Raises what `removable` does, and `BusyError` while a conversion is writing it.
     """
-    for path in removable(name, home):
+    found = removable(name, home)
+    for path in found:  # before anything goes
         if path.name.endswith(PARTIAL):
             with locked(path):
                 pass
+    for path in found:
         with naming(path, "delete"):
             (path / m.MANIFEST).unlink(missing_ok=True)  # half deleted is not a pack
             shutil.rmtree(path)

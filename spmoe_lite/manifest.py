@@ -8,11 +8,13 @@ this module.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from io import FileIO
@@ -20,12 +22,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from spmoe_lite.config import ModelConfig
-from spmoe_lite.errors import DamagedError, NotFoundError, UnsupportedError, UsageError
+from spmoe_lite.errors import BusyError, DamagedError, NotFoundError, UnsupportedError, UsageError
 from spmoe_lite.files import (
     PARTIAL,
     disk_error,
     is_whole,
     load_json,
+    locked,
     naming,
     open_confined,
     read_exactly,
@@ -525,11 +528,33 @@ def check_target(path: Path, force: bool) -> None:
 
 
 def restore_old(path: Path) -> None:
-    """Put back a pack that a run killed between the two renames of a replacement left aside."""
-    old = path.with_name(path.name + OLD)
-    if os.path.isfile(old / MANIFEST) and not os.path.lexists(path):
+    """Put back a pack that a run killed between the two renames of a replacement left aside.
+
+    One that is between them at this moment holds its lock, and is waited for.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    for _ in range(100):
+        if not _left_aside(path):
+            return
+        with contextlib.suppress(BusyError), contextlib.ExitStack() as stack:
+            if partial.is_dir():
+                stack.enter_context(locked(partial))
+            put_back(path)
+            return
+        time.sleep(0.01)
+
+
+def put_back(path: Path) -> None:
+    """`restore_old` for the one that holds the lock."""
+    if _left_aside(path):
+        old = path.with_name(path.name + OLD)
         with naming(old, "rename"):
             old.rename(path)
+
+
+def _left_aside(path: Path) -> bool:
+    old = path.with_name(path.name + OLD)
+    return os.path.isfile(old / MANIFEST) and not os.path.lexists(path)
 
 
 def _round_up(value: int, unit: int) -> int:

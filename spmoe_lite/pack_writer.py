@@ -302,8 +302,10 @@ class PackWriter:
         _write_json(self.partial / m.MANIFEST, raw)
         Pack.open(self.partial).close()
         m.check_target(self.path, self.force)
-        self._stack.close()
+        if os.name == "nt":  # where a folder with an open file cannot be renamed
+            self._stack.close()
         self._rename()
+        self._stack.close()
         return self.path
 
     def _delete_strays(self) -> None:
@@ -316,10 +318,9 @@ class PackWriter:
                     _delete(entry)
 
     def _rename(self) -> None:
-        """The partial folder becomes the pack; one that was there is deleted last."""
+        """The partial folder becomes the pack, its lock with it; one that was there is deleted last."""
         old = self.path.with_name(self.path.name + m.OLD)
         with naming(self.path, "write"):
-            (self.partial / LOCK).unlink(missing_ok=True)
             if (self.path / m.MANIFEST).is_file():
                 if old.exists():
                     shutil.rmtree(old)
@@ -329,10 +330,11 @@ class PackWriter:
             try:
                 self.partial.rename(self.path)
             except OSError:
-                m.restore_old(self.path)
+                m.put_back(self.path)
                 raise
             _sync_folder(self.path.parent)
-            (self.path / m.JOURNAL).unlink(missing_ok=True)
+            for name in (m.JOURNAL, LOCK):
+                (self.path / name).unlink(missing_ok=True)
         shutil.rmtree(old, ignore_errors=True)
 
     def close(self) -> None:

@@ -499,6 +499,20 @@ def test_repack_equals_a_conversion_to_that_precision(kind: str, tmp_path: Path)
         convert(source, out=old, experts="bf16", dense="fp16")
 
 
+def test_repack_reads_the_pack_that_it_verified(tmp_path: Path) -> None:
+    """Whoever deletes or replaces it meanwhile changes nothing of what is made."""
+    old = tiny.tiny_pack(tmp_path)
+    source = tmp_path / "mixtral-source"
+    wanted = convert(source, out=tmp_path / "p.spmoe", experts="bf16").path
+
+    def deleted(progress: Progress) -> None:
+        if progress.stage == "convert":
+            shutil.rmtree(old, ignore_errors=True)
+
+    repack(old, experts="bf16", on_progress=deleted)
+    assert contents(old)["files"] == contents(wanted)["files"]
+
+
 def test_a_full_disk_names_the_repacked_pack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -264,6 +264,14 @@ def test_remove_waits_for_no_writer(home: Path) -> None:
     assert library.find("begun", home)
 
 
+def test_remove_leaves_a_pack_whose_replacement_is_being_written(home: Path) -> None:
+    with BIG.writer(home / "small.spmoe", force=True):
+        with pytest.raises(BusyError):
+            library.remove("small", home)
+        assert library.find("small", home)
+    library.remove("small", home)
+
+
 def test_removal_that_fails_is_one_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
@@ -346,3 +354,17 @@ def test_listing_needs_no_torch(home: Path) -> None:
     )
     root = Path(__file__).parent.parent
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=60)
+
+
+def test_a_pack_that_goes_while_it_is_listed_is_not_listed(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = m.read_manifest
+
+    def gone(path: Path) -> m.Manifest:
+        if path.name == "big.spmoe":
+            shutil.rmtree(path)
+        return read(path)
+
+    monkeypatch.setattr(m, "read_manifest", gone)
+    assert [info.name for info in library.packs(home)] == ["begun", "small"]

@@ -17,6 +17,7 @@ import shutil
 import sys
 import threading
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +27,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from spmoe_lite import files, pack_writer
 from spmoe_lite import manifest as m
 from spmoe_lite import pack as pack_module
-from spmoe_lite import pack_writer
 from spmoe_lite.errors import (
     BusyError,
     Cancelled,
@@ -805,7 +806,8 @@ def test_a_run_killed_anywhere_leads_to_the_same_pack(
         if path.exists():  # only a complete one may have the name
             with Pack.open(path) as pack:
                 pack.verify()
-            (path / "partial.json").unlink(missing_ok=True)  # a last stray, which no reader minds
+            for stray in ("partial.json", ".lock"):  # the last ones, which no reader minds
+                (path / stray).unlink(missing_ok=True)
         else:
             weights.write(path)
         assert files_of(path) == clean, f"moment {moment}"
@@ -1162,3 +1164,69 @@ def test_the_lock_ends_with_its_holder(tmp_path: Path) -> None:
         locked(tmp_path).__enter__()
     with locked(tmp_path):
         pass
+
+
+def test_the_lock_is_held_until_the_pack_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second run between the last check and the rename would wipe what is about to be the pack."""
+    path, tried = tmp_path / "a.spmoe", []
+    rename = Path.rename
+
+    def second_run(self: Path, target: Path) -> Path:
+        with pytest.raises(BusyError, match="another process"):
+            KINDS["dense"].writer(path)
+        tried.append(self.name)
+        return rename(self, target)
+
+    if os.name != "nt":
+        monkeypatch.setattr(Path, "rename", second_run)
+    KINDS["moe"].write(path)
+    assert tried == ["a.spmoe.partial"] or os.name == "nt"
+    assert sorted(os.listdir(tmp_path)) == ["a.spmoe"]
+    assert not {".lock", m.JOURNAL} & set(os.listdir(path))
+    with Pack.open(path) as pack:
+        pack.verify()
+
+
+@pytest.mark.skipif(not LINUX, reason="a folder with an open file is renamed")
+def test_the_lock_of_a_folder_that_has_just_gone_is_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, elsewhere, lock = tmp_path / "a.partial", tmp_path / "a", files._lock
+    for again in (False, True):  # and a third run has made the folder again
+        folder.mkdir()
+
+        def late(file: FileIO) -> None:
+            folder.rename(elsewhere)
+            if again:  # noqa: B023
+                folder.mkdir()
+                (folder / ".lock").touch()
+            lock(file)
+
+        monkeypatch.setattr(files, "_lock", late)
+        with pytest.raises(BusyError, match="being written by another process"):
+            locked(folder).__enter__()
+        shutil.rmtree(elsewhere)
+    shutil.rmtree(folder)
+    with pytest.raises(BusyError, match="being written by another process"):
+        locked(folder).__enter__()
+
+
+def test_a_reader_does_not_put_back_what_a_living_run_moves_aside(tmp_path: Path) -> None:
+    path = KINDS["moe"].write(tmp_path / "a.spmoe")
+    partial = tmp_path / "a.spmoe.partial"
+    shutil.copytree(path, partial)
+    path.rename(tmp_path / "a.spmoe.old")
+    with locked(partial):
+        reader = threading.Thread(target=m.restore_old, args=(path,))
+        reader.start()
+        reader.join(0.2)
+        assert reader.is_alive() and not path.exists()
+        partial.rename(path)
+    reader.join(5)
+    assert not reader.is_alive() and (tmp_path / "a.spmoe.old").exists()
+    shutil.rmtree(path)
+    partial.mkdir()  # and of a killed one
+    m.restore_old(path)
+    assert (path / m.MANIFEST).is_file()
