@@ -164,7 +164,9 @@ def write_whole(path: Path, text: str) -> None:
         if path.exists() and not path.is_file():
             path.write_bytes(data)
             return
-        path = path.resolve()  # a link stays one
+        path = Path(os.path.realpath(path))  # a link stays one
+        if path.is_symlink():  # it leads to itself
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         temporary = path.with_name(path.name + PARTIAL)
         try:
             temporary.write_bytes(data)

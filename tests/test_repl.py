@@ -540,6 +540,18 @@ def test_save_never_overwrites_another_file(repl, tmp_path):
     assert path.read_text(encoding="utf-8") == "years of work"
 
 
+@pytest.mark.skipif(os.name == "nt", reason="links need a right there")
+def test_save_through_a_link_keeps_it_and_to_a_circle_of_links_is_one_line(repl, tmp_path):
+    link, circle = tmp_path / "link.json", tmp_path / "circle.json"
+    link.symlink_to(tmp_path / "talk.json")
+    circle.symlink_to(circle)
+    repl.handle(f"/save {link}")
+    with pytest.raises(SpmoeError, match=r"cannot write .*circle.json \(Too many levels"):
+        repl.handle(f"/save {circle}")
+    assert link.is_symlink() and circle.is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["circle.json", "link.json", "talk.json"]
+
+
 def test_a_missing_file_to_load_is_not_found(repl, tmp_path):
     with pytest.raises(NotFoundError):
         repl.handle(f"/load {tmp_path / 'no.json'}")
