@@ -393,6 +393,7 @@ def repack(
     check_callers(cancel, on_progress=on_progress)
     asked = _Asked(experts, dense, embed, group, True, on_progress, cancel)
     path = library.find(name, home)
+    check_target(path, force=True)  # before all of it is read
     with Pack.open(path) as pack:
         model = _packed_model(pack)
         dtypes = asked.dtypes(pack.dtypes)

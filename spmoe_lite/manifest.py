@@ -521,7 +521,11 @@ def check_target(path: Path, force: bool) -> None:
     with naming(path, "read"):
         if path.is_dir() and not any(path.iterdir()):
             return  # an empty folder that the user made for us
-    if not os.path.isfile(path / MANIFEST) or path.is_symlink():
+    if path.is_symlink():
+        raise UsageError(
+            f"{path} is a link, which no pack replaces; it leads to {os.path.realpath(path)}"
+        )
+    if not os.path.isfile(path / MANIFEST):
         raise UsageError(f"{path} exists and is not a pack; choose another place")
     if not force:
         raise UsageError(f"{path} exists already; pass --force to replace it")

@@ -499,6 +499,17 @@ def test_repack_equals_a_conversion_to_that_precision(kind: str, tmp_path: Path)
         convert(source, out=old, experts="bf16", dense="fp16")
 
 
+@pytest.mark.skipif(os.name == "nt", reason="links need a right there")
+def test_a_link_is_not_repacked_and_what_it_leads_to_is_named(tmp_path: Path) -> None:
+    pack, seen = tiny.tiny_pack(tmp_path), list[Progress]()
+    link = tmp_path / "link.spmoe"
+    link.symlink_to(pack)
+    with pytest.raises(UsageError, match=f"is a link, .* leads to {pack.resolve()}"):
+        repack(link, experts="bf16", on_progress=seen.append)
+    assert link.is_symlink() and not seen, "read before it is refused"
+    assert repack(os.path.realpath(link), experts="bf16").path == pack.resolve()
+
+
 def test_repack_reads_the_pack_that_it_verified(tmp_path: Path) -> None:
     """Whoever deletes or replaces it meanwhile changes nothing of what is made."""
     old = tiny.tiny_pack(tmp_path)
