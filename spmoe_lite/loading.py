@@ -294,11 +294,14 @@ class Loader:
         critical = c.num_experts_per_tok if self.critical_experts is None else self.critical_experts
         if c.is_moe and not 1 <= critical <= c.num_local_experts:
             raise UsageError(f"critical_experts {critical}: 1 to {c.num_local_experts}")
-        if self.kv_type == "int8" and parts.device.type == "cpu" and draft_packs:
-            parts.notices.append(
-                "--kv-type int8 on the CPU: the last bit of a product depends on how many tokens are "
-                "checked at once, and int8 makes more of it: the text may depend on the draft"
-            )
+        if parts.device.type == "cpu" and draft_packs:
+            dtype = target_pack.dtypes.dense
+            what = "--kv-type int8" if self.kv_type == "int8" else f"{target_pack.name} in {dtype}"
+            if dtype != "fp32" or self.kv_type == "int8":
+                parts.notices.append(
+                    f"{what} on the CPU: the last bit of a product depends on how many tokens are "
+                    f"checked at once, and rounding makes more of it: the text may depend on the draft"
+                )
         target, store = self._load_model(
             target_pack, parts.plan.slots, context, parts.counters, parts.plan.ram_places
         )

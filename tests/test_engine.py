@@ -1009,3 +1009,17 @@ def test_int8_caches_refuse_what_they_cannot_hold_and_name_the_way_out(tmp_path)
     with Engine.load(pack, device="cpu", kv_type="int8") as engine:
         with pytest.raises(SpmoeError, match="--kv-type auto"):
             engine.generate([1, 5, 9], max_tokens=3).result  # noqa: B018
+
+
+def test_a_draft_is_named_where_rounding_may_show_it_in_the_text(packs, tmp_path):
+    """On the CPU more rows at once may change a last bit: fp32 hides that, bf16 and int8 keys do not."""
+    rough = tiny.tiny_pack(tmp_path, name="rough", experts="bf16", dense="bf16")
+    for target, draft, kv_type, named in (
+        (rough, packs[1], "auto", "rough in bf16 on the CPU"),
+        (packs[0], packs[1], "int8", "--kv-type int8 on the CPU"),
+        (packs[0], packs[1], "auto", None),
+        (rough, None, "auto", None),
+    ):
+        with Engine.load(target, draft, device="cpu", kv_type=kv_type) as engine:
+            said = [n for n in engine.notices if "the text may depend on the draft" in n]
+        assert [n.partition(":")[0] for n in said] == ([named] if named else [])
