@@ -185,7 +185,7 @@ def locked(folder: Path) -> Iterator[None]:
     behind. One got just as its holder renamed or deleted the folder is the lock of nothing: busy.
     """
     path = folder / LOCK
-    busy = f"{folder} is being written by another process"
+    busy = f"{folder} is being written by another process; wait until that has ended"
     with naming(path, "write"):
         try:
             file = open(path, "ab", buffering=0)

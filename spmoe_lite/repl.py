@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 
 from spmoe_lite.config import MAX_SEED
-from spmoe_lite.errors import DamagedError, NotFoundError, SpmoeError, UsageError
+from spmoe_lite.errors import CapacityError, DamagedError, NotFoundError, SpmoeError, UsageError
 from spmoe_lite.files import write_whole
 from spmoe_lite.progress import many
 from spmoe_lite.stats import in_words
@@ -227,8 +227,10 @@ class Repl:
         self.messages.append({"role": "user", "content": question})
         try:
             result = self._answer()
-        except BaseException:
+        except BaseException as error:
             self.messages.pop()
+            if isinstance(error, CapacityError) and self.messages:
+                raise CapacityError(f"{error}, or type /clear to start over") from error
             raise
         if result.text:
             self.messages.append({"role": "assistant", "content": result.text})

@@ -369,6 +369,16 @@ def repl():
     return Repl(Engine(), "mix", seed=7)
 
 
+def test_a_talk_that_no_longer_fits_names_clear(repl):
+    """Nobody can shorten a prompt that is mostly what was said before."""
+    with pytest.raises(CapacityError, match="raise --ctx-size$"):
+        repl.say("bad")
+    repl.say("hello")
+    with pytest.raises(CapacityError, match="raise --ctx-size, or type /clear to start over$"):
+        repl.say("bad")
+    assert [m["role"] for m in repl.messages] == ["user", "assistant"]
+
+
 def test_every_answer_of_an_unseeded_talk_has_its_own_seed():
     repl = Repl(Engine(), "mix")
     repl.say("a")
