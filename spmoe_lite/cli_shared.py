@@ -177,6 +177,7 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
     if prompt is not None and prompt_file is not None:
         raise UsageError("two prompts: give -p or -f, not both")
     if prompt is not None:
+        check_text(prompt, "--prompt")
         return prompt
     if prompt_file in (None, "-"):
         if sys.stdin is None or (prompt_file is None and terminal.is_terminal(sys.stdin)):
@@ -193,6 +194,16 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
         raise NotFoundError(f"no prompt file {prompt_file}") from None
     except ValueError:  # a name that no file can have
         raise UsageError(f"{prompt_file!r:.80} is no file; give -f FILE") from None
+
+
+def check_text(text: str, flag: str) -> None:
+    """Refuse bytes that the system's encoding did not know: they come as halves of surrogate pairs."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"{flag} is not text in {sys.getfilesystemencoding()}; convert it"
+        ) from None
 
 
 def _read_text(file: TextIO, name: str) -> str:

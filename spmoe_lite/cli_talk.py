@@ -19,6 +19,7 @@ from spmoe_lite.cli_options import (
     trace_option,
 )
 from spmoe_lite.cli_shared import (
+    check_text,
     choose,
     echo_json,
     load_pair,
@@ -60,6 +61,7 @@ def demo(prompt: str | None, gguf: Path | None, **given: Any) -> int:
     from spmoe_lite.library import inspect
 
     _check_sampling(given)
+    check_text(prompt or "", "--prompt")
     show_log()
     note("demo: SmolLM2-135M with eight experts a layer, drafted by the original")
     with terminal.interruptible() as cancel, terminal.ProgressDisplay() as progress:
@@ -223,6 +225,9 @@ def _check_sampling(given: dict[str, Any]) -> None:
     from spmoe_lite.config import SamplingParams
 
     _sampling(SamplingParams(), given)
+    for stop in given["stop"]:
+        check_text(stop, "--stop")
+    check_text(given["system_prompt"] or "", "--system-prompt")
     if "" in given["stop"]:
         raise UsageError("--stop is empty: give a text of at least one character")
 

@@ -296,6 +296,23 @@ def test_remarks_that_cannot_be_written_cost_no_answer(tmp_path, kind):
 # run
 
 
+@pytest.mark.parametrize(
+    "args, flag",
+    [
+        (["run", "mix", "-p", "caf\udce9"], "--prompt"),
+        (["run", "mix", "-p", "x", "--stop", "\udce9"], "--stop"),
+        (["run", "mix", "-p", "x", "-sys", "\udce9"], "--system-prompt"),
+        (["chat", "mix", "--stop", "\udce9"], "--stop"),
+        (["demo", "-p", "caf\udce9"], "--prompt"),
+    ],
+)
+def test_bytes_of_another_encoding_are_named_by_flag_before_loading(engine, capsys, args, flag):
+    assert spmoe(*args) == 2
+    out, err = seen(capsys)
+    assert out == "" and err[-1].startswith(f"spmoe-lite: {flag} is not text in ")
+    assert engine.loaded == []
+
+
 def test_run_prints_the_answer_and_nothing_else(engine, typed, capsys):
     assert spmoe("run", "mix", "-p", "hello") == 0
     out, err = seen(capsys)
