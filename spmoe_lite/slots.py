@@ -132,9 +132,12 @@ class SlotTable:
         self.last_used[key] = position
 
     def places(self, layer: int) -> list[tuple[int, int | None]]:
-        """The slots of a layer's own share, and the expert that is intact in each."""
+        """The slots of a layer's own share, and the expert that is intact in each.
+
+        Captured steps ask for them right after a pass that was cut short: one whose slot is gone was leaving.
+        """
         assert not self.shared
-        expert_in = {self._slot_of[key]: key[1] for key in self._resident[layer]}
+        expert_in = {self._slot_of.get(key): key[1] for key in self._resident[layer]}
         return [(slot, expert_in.get(slot)) for slot in self._shares[layer]]
 
     def put(self, residents: Iterable[tuple[int, int, int | None]]) -> None:

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmoe_lite.slots import SlotTable, choose_victim
+from tests.interrupt import Interrupt
 
 
 def test_victim_is_the_least_recently_used_and_ties_go_to_the_lowest_id():
@@ -120,3 +121,25 @@ def test_no_history_breaks_the_table(policy, num_slots, history):
         if not table.shared:
             per_layer = [sum(key[0] == layer for key in living) for layer in range(3)]
             assert max(per_layer) <= -(-num_slots // 3)
+
+
+def test_kind_l_o36_captured_steps_take_the_slots_whatever_ctrl_c_left_of_the_table():
+    """They do so without a pass of the host's between, which would put it right."""
+
+    def taken(moment):
+        table = SlotTable(4, num_layers=2, num_experts=4, k=1, policy="layer-lru")
+        for expert in (0, 1):
+            fill(table, (0, expert))
+        with Interrupt(moment, ("/spmoe_lite/slots.py",)) as strike:
+            table.place((0, 2))
+            table.filled((0, 2))
+            table.drop((0, 2))
+        places = dict(table.places(0))
+        assert places.keys() == {0, 2} and places[2] == 1, strike.where
+        assert places[0] in (None, 0, 2), strike.where
+        return strike
+
+    moments = taken(0).seen
+    assert moments > 20
+    for moment in range(1, moments + 1):
+        assert taken(moment).struck
