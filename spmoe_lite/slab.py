@@ -109,7 +109,7 @@ class DeviceSlab:
         size = min(stride, RING_BYTES)
         self._ring = itertools.cycle([_Buffer(size) for _ in range(RING_BUFFERS)])
         self._readers = ThreadPoolExecutor(READERS, "spmoe-read")
-        weakref.finalize(self, _end, self._readers)
+        weakref.finalize(self, _end, self._readers, (self._stream, self._saving))
 
     def address(self, slot: int) -> int:
         return self.slots.data_ptr() + slot * self.slots.shape[1]
@@ -232,10 +232,17 @@ def _pieces(source: int, size: int, go_on: GoOn | None) -> Iterator[Piece]:
         yield offset, source + offset, min(most, size - offset)
 
 
-def _end(readers: ThreadPoolExecutor) -> None:
-    """Wait for the threads to end, unless it is one of them that let go of the slab last."""
+def _end(readers: ThreadPoolExecutor, streams: Iterable[torch.cuda.Stream]) -> None:
+    """Wait for the threads to end, unless it is one of them that let go of the slab last; and for the copies.
+
+    The slots are others' memory next: torch lends it again as soon as the stream it came from allows, and
+    that one has not waited for copies that nobody needed, or of a pass that was cut short.
+    """
     with suppress(RuntimeError):
         readers.shutdown()
+    for stream in streams:
+        with suppress(RuntimeError):  # a device that has failed copies nothing more
+            stream.synchronize()
 
 
 class _Buffer:

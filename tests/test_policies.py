@@ -169,6 +169,9 @@ class FakeStream:
     def wait_event(self, event):
         self.waited.append(event)
 
+    def synchronize(self):
+        pass
+
 
 @pytest.fixture
 def no_gpu(monkeypatch):

@@ -5,6 +5,7 @@ import gc
 import itertools
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 
@@ -34,6 +35,9 @@ class FakeStream:
 
     def wait_event(self, event):
         self.waited.append(event)
+
+    def synchronize(self):
+        pass
 
 
 @pytest.fixture
@@ -157,6 +161,23 @@ def test_the_readers_end_with_the_slab(device_slab):
     del made
     gc.collect()
     assert not before & set(threading.enumerate())
+
+
+def test_the_slots_outlive_the_copies_to_and_from_them(device_slab, monkeypatch):
+    """An engine may be dropped without `close`, and its memory is lent to others at once."""
+    ended = []
+
+    class Busy(FakeStream):
+        def synchronize(self):
+            ended.append(slots() is not None)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Busy)
+    made = slab.DeviceSlab(1, STRIDE, torch.device("cpu"))
+    slots = weakref.ref(made.slots)
+    made.fill(0, reader(1)[1])
+    del made
+    gc.collect()
+    assert ended == [True, True] and slots() is None
 
 
 def test_a_reader_may_be_the_last_to_let_go(device_slab, recwarn):
