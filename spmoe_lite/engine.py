@@ -73,9 +73,10 @@ class Engine:
 
     @property
     def decoder(self) -> Decoder:
-        if self._parts.decoder is None:
+        decoder = self._parts.decoder  # once: another thread may be closing the engine
+        if decoder is None:
             raise BusyError("the engine is closed")
-        return self._parts.decoder
+        return decoder
 
     @classmethod
     def load(

@@ -609,6 +609,28 @@ def test_kind_l_o36_a_dropped_engine_takes_its_worker_and_its_memory_along(packs
     raise AssertionError("still there")
 
 
+def test_figures_asked_for_while_another_thread_closes_are_there_or_refused(engine):
+    """Whenever the engine's parts go: at most once between two looks at them."""
+
+    class Closing:
+        def __init__(self, parts, looks):
+            self.parts, self.looks = parts, looks
+
+        def __getattr__(self, name):
+            self.looks -= name == "decoder"
+            return None if name == "decoder" and self.looks < 0 else getattr(self.parts, name)
+
+    parts, ends = engine._parts, []
+    for looks in range(4):
+        engine._parts = Closing(parts, looks)
+        try:
+            ends.append(engine.stats()["slots"])
+        except BusyError as error:
+            ends.append(str(error))
+    engine._parts = parts
+    assert ends == ["the engine is closed", 6, 6, 6]
+
+
 def test_close_after_an_answer_nobody_finished(packs):
     engine = Engine.load(*packs, device="cpu", slots=6)
     answer = engine.generate(PROMPT, max_tokens=30)
