@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections import deque
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -133,21 +133,33 @@ class LazyGpu:
         self.streams = []
         gpu = self
 
-        class Event:
-            stream, done = None, False
+        class Mark:
+            """One record of an event, which others may follow."""
 
-            def record(self, stream):
-                self.stream = stream
-                stream.add(self)
-
-            def query(self):
-                with gpu.lock:
-                    return self.done
+            def __init__(self, stream):
+                self.stream, self.done = stream, False
 
             def synchronize(self):
                 with gpu.lock:
-                    while self.stream is not None and not self.done:
+                    while not self.done:
                         self.stream.run_one()
+
+        class Event:
+            mark = None
+
+            def record(self, stream=None):
+                with gpu.lock:
+                    stream = gpu.compute if stream is None else stream
+                    self.mark = Mark(stream)
+                    stream.add(self.mark)
+
+            def query(self):
+                with gpu.lock:
+                    return self.mark is None or self.mark.done
+
+            def synchronize(self):
+                if self.mark is not None:
+                    self.mark.synchronize()
 
         class Stream:
             def __init__(self, device=None):
@@ -161,11 +173,12 @@ class LazyGpu:
                         self.run_one()
 
             def wait_event(self, event):
-                self.add(event.synchronize)
+                if event.mark is not None:
+                    self.add(event.mark.synchronize)
 
             def run_one(self):
                 work = self.work[0]  # what it waits for may run first
-                if isinstance(work, Event):
+                if isinstance(work, Mark):
                     work.done = True
                 else:
                     work()
@@ -179,15 +192,26 @@ class LazyGpu:
         def copy(address, source, size, stream):
             stream.add(lambda: ctypes.memmove(address, source, size))
 
-        def entering(stream):  # the ring copies by torch, at once
-            stream.synchronize()
-            return nullcontext()
+        copy_now, entered = torch.Tensor.copy_, threading.local()
+
+        def copy_later(self, source, non_blocking=False):
+            if not non_blocking:
+                return copy_now(self, source)
+            entered.stream.add(lambda: copy_now(self, source))
+            return self
+
+        @contextmanager
+        def entering(stream):  # which the ring does for its copies
+            entered.stream = stream
+            yield
 
         self.compute = Stream()
+        self.computes = [self.compute, Stream(), Stream()]
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "Stream", Stream)
         monkeypatch.setattr(torch.cuda, "stream", entering)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.compute)
+        monkeypatch.setattr(torch.Tensor, "copy_", copy_later)
         monkeypatch.setattr(slab, "copy_bytes", copy)
 
     def finish(self):
