@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache
 from typing import Any
 
 import psutil
@@ -95,6 +96,24 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where a GPU's graphs are captured: torch's own is of the GPU that was captured on first."""
+    return torch.cuda.Stream(device)
+
+
+def side_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
+    """A stream for copies, never the one that graphs are captured on.
+
+    torch has 32 of a priority and lends them in turn, the 33rd time the first one again. What a thread gives
+    to a stream while another one captures on it goes into that graph, and is not done.
+    """
+    stream = torch.cuda.Stream(device, priority=priority)
+    if device.type == "cuda" and stream == capture_stream(device):
+        stream = torch.cuda.Stream(device, priority=priority)
+    return stream
+
+
 def end_of_work(device: torch.device) -> torch.cuda.Event | None:
     """The end of what the current stream has been given so far; None where there are no streams."""
     if device.type != "cuda":
@@ -143,6 +162,18 @@ def host_buffer(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
                 str(error).strip().partition("\n")[0],
             )
         return buffer
+
+
+def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`values`, which are in host memory, on `device`; holds up nobody, and `values` may change afterwards.
+
+    Straight from ordinary memory a copy waits for the bus behind whole experts, and CUDA leaves open whether
+    it has been read when the call returns.
+    """
+    if device.type == "cpu":
+        return values
+    staged = host_buffer(tuple(values.shape), values.dtype).copy_(values)
+    return staged.to(device, non_blocking=staged.is_pinned())
 
 
 def read_back(values: torch.Tensor) -> Any:

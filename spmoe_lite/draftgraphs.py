@@ -15,12 +15,11 @@ import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spmoe_lite.device import capturing, host_buffer, read_back
+from spmoe_lite.device import capture_stream, capturing, host_buffer, read_back, side_stream
 from spmoe_lite.model import ExpertSource, Transformer
 from spmoe_lite.progress import check
 
@@ -43,16 +42,10 @@ def capture(
     run(rows)  # compiles and loads what the capture must not wait for
     graph, how = torch.cuda.CUDAGraph(), {"capture_error_mode": "thread_local"}
     with capturing, _no_collection(), _stream_kept():
-        stream = _stream_of(torch.cuda.current_device())
+        stream = capture_stream(torch.device("cuda", torch.cuda.current_device()))
         with torch.cuda.graph(graph, pool=pool, stream=stream, **how):  # waits for the device first
             kept = run(rows)
     return graph, kept
-
-
-@cache
-def _stream_of(device: int) -> torch.cuda.Stream:
-    """Where a GPU's graphs are captured: torch's own is of the GPU that was captured on first."""
-    return torch.cuda.Stream(device)
 
 
 @contextmanager
@@ -152,7 +145,7 @@ class DraftSteps:
         self._predicted: list[torch.Tensor] = []  # of the layers seen so far
         self._chosen: torch.Tensor | None = None  # [K, P, k]
         self._most, self._source = most, source  # which the graphs read
-        self._aside = torch.cuda.Stream(device)
+        self._aside = side_stream(device)
         # Recorded inside the first pass, and inside each later one.
         self._foreseen = [torch.cuda.Event(external=True) for _ in range(2)]
         pool = torch.cuda.graph_pool_handle()

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from spmoe_lite.device import host_buffer, synchronize
+from spmoe_lite.device import host_buffer, side_stream, synchronize
 from spmoe_lite.draftgraphs import DraftPasses, Pick, capture
 from spmoe_lite.kernels.residency import (
     EMPTY,
@@ -180,7 +180,7 @@ class StepGraphs:
             self._host = tables.host.cpu().numpy()
             self._predicted = torch.zeros_like(tables.wanted)
         self._inside = False  # whether the device has the slots
-        self._copies = torch.cuda.Stream(device, priority=-1)  # `_predict` says why
+        self._copies = side_stream(device, priority=-1)  # `_predict` says why
         # Recorded inside the first draft pass, and inside each later one.
         self._staged = [torch.cuda.Event(external=True) for _ in range(2)]
         self._fetched = torch.cuda.Event()

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from spmoe_lite.config import ModelConfig, Rope
+from spmoe_lite.device import send
 from spmoe_lite.kernels.attention import attention
 from spmoe_lite.kernels.expert_gemm import combine, expert_down, expert_up, new_partial
 from spmoe_lite.kernels.gate import norm_gate_topk
@@ -103,7 +104,7 @@ class Transformer:
         The cache grows by len(tokens) when the pass has finished, and not at all if it is aborted.
         """
         assert kv.length + len(tokens) <= kv.capacity, "the engine fits every pass to the context"
-        ids = torch.tensor(tokens, dtype=torch.long).to(self.device, non_blocking=True)
+        ids = send(torch.tensor(tokens, dtype=torch.long), self.device)
         if self.source is not None:
             self.source.begin_pass(len(tokens))
         logits = self.run(ids, kv, kv.length, self.source, logits_rows, on_attention)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from spmoe_lite.config import SamplingParams
-from spmoe_lite.device import read_back
+from spmoe_lite.device import read_back, send
 from spmoe_lite.errors import SpmoeError
 
 KEPT = 16  # positions whose noise is kept: those of one step
@@ -73,7 +73,7 @@ class Sampler:
         if position not in self._noises:
             while len(self._noises) >= KEPT:
                 self._noises.pop(next(iter(self._noises)))
-            self._noises[position] = self._noise(position).to(device, non_blocking=True)
+            self._noises[position] = send(self._noise(position), device)
         return self._noises[position].to(device)
 
     @property
@@ -112,7 +112,7 @@ class Sampler:
         if answer and (p.presence_penalty or p.frequency_penalty):
             counts = torch.tensor(list(answer.values()), dtype=torch.float32)
             penalty = p.presence_penalty + p.frequency_penalty * counts
-            row[_ids(answer, row.device)] -= penalty.to(row.device, non_blocking=True)
+            row[_ids(answer, row.device)] -= send(penalty, row.device)
         return row
 
 
@@ -165,7 +165,7 @@ def _head(probs: torch.Tensor, mass: float, guess: int = 512) -> torch.Tensor:
 
 
 def _ids(tokens: Iterable[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(list(tokens), dtype=torch.long).to(device, non_blocking=True)
+    return send(torch.tensor(list(tokens), dtype=torch.long), device)
 
 
 def _read(tokens: torch.Tensor, finite: torch.Tensor) -> tuple[list[int], list[bool]]:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from spmoe_lite.cudart import copy_bytes
-from spmoe_lite.device import host_buffer
+from spmoe_lite.device import host_buffer, side_stream
 from spmoe_lite.errors import CapacityError
 
 ReadExpert = Callable[[np.ndarray, int], None]  # fills a uint8 array from an offset in the expert
@@ -102,8 +102,8 @@ class DeviceSlab:
 
     def __init__(self, num_slots: int, stride: int, device: torch.device):
         self.slots = torch.empty((num_slots, stride), dtype=torch.uint8, device=device)
-        self._stream = torch.cuda.Stream(device)
-        self._saving = torch.cuda.Stream(device)
+        self._stream = side_stream(device)
+        self._saving = side_stream(device)
         self._filled: list[torch.cuda.Event | None] = [None] * num_slots
         self._last_read: list[torch.cuda.Event | None] = [None] * num_slots
         size = min(stride, RING_BYTES)

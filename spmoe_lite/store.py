@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmoe_lite.device import host_buffer, read_back
+from spmoe_lite.device import read_back, send
 from spmoe_lite.diskreads import LOOK_SECONDS
 from spmoe_lite.hostmap import HostMap
 from spmoe_lite.pack import Pack
@@ -351,12 +351,7 @@ class ExpertStore:
     def _use(self, experts: list[int], slots: list[int]) -> torch.Tensor:
         self._slab.wait_filled(slots)
         lines = [(e, self._slab.address(s), 0) for e, s in zip(experts, slots, strict=True)]
-        use = torch.tensor(lines, dtype=torch.int64)
-        if self._device.type == "cpu":
-            return use
-        # From pageable memory it would wait for the bus behind whole experts.
-        sent = host_buffer((len(lines), 3), torch.int64)
-        return sent.copy_(use).to(self._device, non_blocking=True)
+        return send(torch.tensor(lines, dtype=torch.int64), self._device)
 
     def _give_back(self, layer: int, experts: list[int]) -> None:
         keys = [(layer, expert) for expert in experts]

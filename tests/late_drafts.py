@@ -73,7 +73,7 @@ class Late:
             __hash__ = object.__hash__
             __eq__ = object.__eq__
 
-            def __init__(self, *_):
+            def __init__(self, *_, **__):
                 super().__init__()
                 device.streams.append(self)
 

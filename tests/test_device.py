@@ -1,6 +1,7 @@
 """Machines that are not here, by their answers: no Triton, an old card, no room, kernels that fail."""
 
 import importlib.util
+import itertools
 
 import pytest
 import torch
@@ -194,3 +195,39 @@ def test_kind_i_o27_experts_come_by_large_reads_never_by_page_faults(tmp_path, m
         stride = engine.plan.slot_bytes
     assert sizes
     assert set(sizes) == {stride}
+
+
+def test_no_copies_on_the_stream_that_graphs_are_captured_on(monkeypatch):
+    """torch lends 32 streams in turn: what is given to one that a thread captures on is not done."""
+    gpu, turn = torch.device("cuda", 0), itertools.count()
+    lend = lambda device, priority=0: (device, priority, next(turn) % 3)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "Stream", lend)
+    device.capture_stream.cache_clear()
+    try:
+        lent = [device.side_stream(gpu) for _ in range(9)]
+        assert device.capture_stream(gpu) not in lent and len(set(lent)) == 2
+        assert device.side_stream(gpu, priority=-1)[1] == -1
+    finally:
+        device.capture_stream.cache_clear()
+
+
+def test_what_is_sent_may_change_afterwards(monkeypatch):
+    """CUDA leaves open when a copy from ordinary memory is read: only page-locked copies are left to run."""
+    sent = []
+
+    class Staged(torch.Tensor):
+        def is_pinned(self):
+            return pinned
+
+        def to(self, place, non_blocking):
+            sent.append((self.data_ptr(), non_blocking))
+            return self
+
+    make = lambda shape, dtype: torch.empty(shape, dtype=dtype).as_subclass(Staged)  # noqa: E731
+    monkeypatch.setattr(device, "host_buffer", make)
+    values = torch.arange(3)
+    for pinned in (True, False):
+        there = device.send(values, torch.device("cuda", 0))
+        assert there.tolist() == [0, 1, 2] and sent[-1] == (there.data_ptr(), pinned)
+        assert there.data_ptr() != values.data_ptr()
+    assert device.send(values, CPU) is values

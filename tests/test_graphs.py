@@ -435,7 +435,7 @@ def test_a_capture_that_fails_leaves_the_callers_stream(monkeypatch, where):
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
     monkeypatch.setattr(torch.cuda, "stream", Inside)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(draftgraphs, "_stream_of", lambda _: "the capture's")
+    monkeypatch.setattr(draftgraphs, "capture_stream", lambda _: "the capture's")
     with pytest.raises(RuntimeError, match="no capture"):
         draftgraphs.capture(lambda rows: rows, 3, list, "a pool")
     assert now == ["the caller's"]
@@ -458,7 +458,7 @@ def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", Graph)
     one_stream(monkeypatch)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(draftgraphs, "_stream_of", str)
+    monkeypatch.setattr(draftgraphs, "capture_stream", str)
     _, kept = draftgraphs.capture(lambda rows: (rows, gc.isenabled()), 3, list, None)
     assert seen == [False] and kept == (3, False) and gc.isenabled()
 
@@ -476,12 +476,12 @@ def test_graphs_are_captured_on_a_stream_of_their_own_gpu(monkeypatch):
         yield
 
     monkeypatch.setattr(torch.cuda, "graph", graph)
-    draftgraphs._stream_of.cache_clear()
+    draftgraphs.capture_stream.cache_clear()
     for device in (1, 0, 1):
         monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
         draftgraphs.capture(lambda rows: rows, 3, list, None)
-    draftgraphs._stream_of.cache_clear()
-    assert streams == [("stream of", device) for device in (1, 0, 1)]
+    draftgraphs.capture_stream.cache_clear()
+    assert streams == [("stream of", torch.device("cuda", i)) for i in (1, 0, 1)]
     assert streams[0] is streams[2]  # graphs that share memory are captured on one stream
 
 

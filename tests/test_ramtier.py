@@ -162,7 +162,7 @@ class LazyGpu:
                     self.mark.synchronize()
 
         class Stream:
-            def __init__(self, device=None):
+            def __init__(self, device=None, priority=0):
                 self.work = deque()
                 gpu.streams.append(self)
 

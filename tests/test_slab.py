@@ -30,7 +30,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    def __init__(self, device=None):
+    def __init__(self, device=None, priority=0):
         self.waited = []
 
     def wait_event(self, event):
