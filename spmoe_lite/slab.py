@@ -109,7 +109,8 @@ class DeviceSlab:
         size = min(stride, RING_BYTES)
         self._ring = itertools.cycle([_Buffer(size) for _ in range(RING_BUFFERS)])
         self._readers = ThreadPoolExecutor(READERS, "spmoe-read")
-        weakref.finalize(self, _end, self._readers, (self._stream, self._saving))
+        end = weakref.finalize(self, _end, self._readers, (self._stream, self._saving))
+        end.atexit = False  # then nobody gets the memory next, and what copies read may be unmapped
 
     def address(self, slot: int) -> int:
         return self.slots.data_ptr() + slot * self.slots.shape[1]
