@@ -115,16 +115,16 @@ class Plan:
 
 
 def parse_size(text: str | int | float, whole: int, flag: str = "--vram") -> int:
-    """`20GiB`, `8G`, `0.9` (a fraction of `whole` bytes) or a number of bytes, to bytes."""
+    """`20GiB`, `8G`, `512B`, `0.9` (a fraction of `whole` bytes) or a number of bytes, to bytes."""
     if isinstance(text, str):
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMG]?I?)B?\s*", text.upper())
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMG]?I?)(B?)\s*", text.upper())
         if match is None or match[2] == "I":
             raise UsageError(f"{flag} {text}: give a size (20GiB), a fraction (0.9) or auto")
-        number, unit = float(match[1]), match[2]
-        size = number * _UNITS[unit]
-        if not unit and number <= 1:
+        number, bare = float(match[1]), not (match[2] or match[3])
+        size = number * _UNITS[match[2]]
+        if bare and number <= 1:
             size = number * whole
-        elif not unit and number < 1000:
+        elif bare and number < 1000:
             raise _without_unit(flag, number)
     elif isinstance(text, bool) or not isinstance(text, numbers.Real):
         raise UsageError(f"{flag} {text!r:.80}: give a size (20GiB), a fraction (0.9) or auto")

@@ -29,6 +29,8 @@ from spmoe_lite.speed import Costs
         ("1", 1000),
         (1, 1),
         ("4096", 4096),
+        ("1B", 1),  # a unit is given: no fraction, and nothing to add
+        ("512 b", 512),
     ],
 )
 def test_sizes(text, size):
