@@ -7,7 +7,6 @@ time, reads from disk take a while. Each way from disk to slot has its turn.
 
 import ctypes
 import random
-import threading
 import time
 from functools import partial
 
@@ -31,6 +30,7 @@ from tests.test_ramtier import (  # noqa: F401
     pack,
     parts,
     path,
+    prefetching,
     random_ids,
     stored,
 )
@@ -114,28 +114,12 @@ def test_kind_h_o22_a_pass_that_ends_anywhere_spoils_no_other(pack, parts, monke
         time.sleep(longest * random.random() / 4)
 
     monkeypatch.setattr(diskreads._Disk, "read", read)
-    store, wanted, stop, errors = make(pack, way, rng), stored(pack), threading.Event(), []
-
-    def worker():
-        guess = random.Random(seed + 1)
-        try:
-            while not stop.is_set():
-                key = guess.choice(KEYS)
-                store.expect(key[0], [key[1]])
-                store.prefetch(*key)
-                time.sleep(0.0002)
-        except Exception as error:
-            errors.append(error)
-
-    passes, thread = Passes(store, gpu, rng, wanted), threading.Thread(target=worker)
-    thread.start()
-    try:
+    store, wanted = make(pack, way, rng), stored(pack)
+    passes = Passes(store, gpu, rng, wanted)
+    with prefetching(store, seed + 1) as errors:
         for _ in range(14):
             rows = rng.choice([1, 3, 40, 64])
             passes.one(random_ids(rng, rows=rows), ends_early=rng.random() < 0.5)
-    finally:
-        stop.set()
-        thread.join()
     gpu.finish()
     assert errors == [] and passes.wrong == []
     for key in store.table.residents():

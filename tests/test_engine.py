@@ -748,6 +748,13 @@ def test_kind_l_o37_a_forked_child_is_told_and_its_parent_goes_on(engine):
     assert answer.result.completion_tokens == 6
 
 
+def run_alone(code, packs):
+    """`code` in a process of its own, which ends within a minute."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    command = [sys.executable, "-c", code, *packs]
+    return subprocess.run(command, cwd=root, timeout=60, capture_output=True)
+
+
 def test_a_daemon_thread_that_is_answered_does_not_abort_the_end_of_the_process(packs):
     code = (
         "import sys, threading\n"
@@ -759,10 +766,7 @@ def test_a_daemon_thread_that_is_answered_does_not_abort_the_end_of_the_process(
         "threading.Thread(target=read, daemon=True).start()\n"
         "for _ in range(20): seen.acquire()\n"
     )
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    done = subprocess.run(
-        [sys.executable, "-c", code, *packs], cwd=root, timeout=60, capture_output=True
-    )
+    done = run_alone(code, packs)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
@@ -777,10 +781,7 @@ def test_an_answer_that_waits_for_the_end_of_the_process_holds_it_up_for_a_while
         "threading.Thread(target=list, args=(answer,), daemon=True).start()\n"
         "inside.wait()\n"
     )
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    done = subprocess.run(
-        [sys.executable, "-c", code, *packs], cwd=root, timeout=60, capture_output=True
-    )
+    done = run_alone(code, packs)
     assert b"Traceback" not in done.stderr
 
 

@@ -324,36 +324,42 @@ def test_t0_every_kernel_reads_the_expert_it_asked_for(pack, parts, places, slot
     store.tier.close()
 
 
+@contextmanager
+def prefetching(store, seed):
+    """A worker that copies any expert ahead, all the time; what it raised is in the list it gives."""
+    guess, stop, errors = random.Random(seed), threading.Event(), []
+
+    def worker():
+        try:
+            while not stop.is_set():
+                key = guess.choice(KEYS)
+                store.expect(key[0], [key[1]])
+                store.prefetch(*key)
+                time.sleep(0.0002)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=worker)
+    thread.start()
+    try:
+        yield errors
+    finally:
+        stop.set()
+        thread.join()
+
+
 @pytest.mark.parametrize("eagerness", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("slots, places", [(2, 1), (2, 2), (6, 3), (6, 9), (12, 13)])
 def test_kind_h_o22_no_copy_is_overtaken(pack, parts, monkeypatch, eagerness, slots, places):
     """A prefetch worker beside the passes, streams as late as they may be, slots and places at their least."""
     gpu = LazyGpu(monkeypatch, eagerness, seed=slots)
     store = make_store(pack, slots, places, lazy=True)
-    run, rng, stop, errors = Run(pack, store, gpu), random.Random(places), threading.Event(), []
-
-    def worker():
-        guess = random.Random(1)
-        while not stop.is_set():
-            try:
-                key = guess.choice(KEYS)
-                store.expect(key[0], [key[1]])
-                store.prefetch(*key)
-                time.sleep(0.0002)
-            except Exception as error:
-                errors.append(error)
-                return
-
-    thread = threading.Thread(target=worker)
-    thread.start()
-    try:
+    run, rng = Run(pack, store, gpu), random.Random(places)
+    with prefetching(store, seed=1) as errors:
         for turn in range(12):
             run.one(random_ids(rng), delay=0.0003)
             if turn % 4 == 3:
                 gpu.finish()
-    finally:
-        stop.set()
-        thread.join()
     assert not errors
     run.check_places()
     assert store.counters.ram_returns > 0 or places == 1
