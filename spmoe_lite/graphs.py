@@ -418,7 +418,7 @@ class StepGraphs:
         """In each layer of a draft pass: what it names is staged once the last one ahead was seen.
 
         `fetch` gets the processors that are free when it begins, and the draft's kernels leave the slow
-        ones: it is first in line, and begins beside the smallest launch there is (docs/log.md).
+        ones: it is first in line, and begins beside the smallest launches there are (docs/log.md).
         """
         if layer == 0 and first:
             self._param(OVER).zero_()
@@ -428,8 +428,9 @@ class StepGraphs:
             chosen, self._predictions = torch.cat(self._predictions), []
             stage(self.tables, chosen, self._param(CUTOFF), self._queued, self._param(NUMBER))
             self._staged[not first].record()
-            # Last, so that `fetch` begins beside it.
-            self._predicted.index_copy_(0, index, chosen[None])
+            # Last, and three times what once would do, so that `fetch` begins beside nothing larger.
+            for _ in range(3):
+                self._predicted.index_copy_(0, index, chosen[None])
 
     def _run_verify(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's pass: logits, and what the report says of it, int32."""
