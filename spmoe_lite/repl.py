@@ -36,6 +36,7 @@ from spmoe_lite.terminal import (
     printable,
     say,
     table,
+    wait_for_line,
 )
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class PlainReader:
             return None
         if is_terminal(sys.stdin):
             click.echo(prompt, nl=False, err=True)
+            wait_for_line()
         line = sys.stdin.readline()
         if not line:
             return None

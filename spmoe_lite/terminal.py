@@ -9,6 +9,7 @@ appears now and then. Nothing here knows of models.
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import sys
@@ -259,6 +260,34 @@ def keys_unseen() -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
+def wait_for_line() -> None:
+    """Wait until a line can be read from stdin, if that is a terminal, or Ctrl-C.
+
+    A read alone would go on waiting after a signal that came between the interpreter's last look and the
+    system call. The pipe that it writes to as a signal comes ends this wait at any moment.
+    """
+    try:
+        import termios
+    except ImportError:
+        return
+    try:
+        one_a_read = termios.tcgetattr(sys.stdin)[3] & termios.ICANON  # else more may be buffered
+    except (termios.error, OSError, ValueError):
+        return
+    if not one_a_read or threading.current_thread() is not threading.main_thread():
+        return
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    before = signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    try:
+        while sys.stdin not in select.select([sys.stdin, woken], [], [])[0]:
+            os.read(woken, 512)
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(woken)
+        os.close(wakes)
 
 
 @contextmanager

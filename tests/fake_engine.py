@@ -2,8 +2,9 @@
 
 `Engine` has the interface of `spmoe_lite.engine.Engine`; its answers are scripted by the question:
 "echo ..." repeats what it saw, "slow" writes until it is stopped, "stuck" says nothing until stopped,
-"bad" raises the error a long prompt would. `python tests/fake_engine.py ARGS` is the command line over it,
-for tests that need a process and a terminal of their own; packs are plain folders then.
+"bad" raises the error a long prompt would, "unheard" lets Ctrl-C come a second later without ending a
+read. `python tests/fake_engine.py ARGS` is the command line over it, for tests that need a process and a
+terminal of their own; packs are plain folders then.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +138,14 @@ class Engine:
                     signal.raise_signal(signal.SIGINT)
                 yield f"{i} "
                 time.sleep(0.005)
+        elif text.startswith("unheard"):
+
+            def interrupt() -> None:
+                time.sleep(1)
+                signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # not the main thread
+
+            threading.Thread(target=interrupt, daemon=True).start()
+            yield "soon"
         elif text.startswith("control"):
             yield "a\x1b[2Jb\x07c\x9b1m\td"
         elif text.startswith("unicode"):

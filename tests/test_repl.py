@@ -168,6 +168,18 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(screen, term):
     assert ESCAPES.sub("", child.raw).endswith("\n")  # the shell's prompt gets a line of its own
 
 
+def test_ctrl_c_is_heard_where_it_does_not_end_the_read(screen):
+    child = screen(TERM="dumb")
+    child.wait_for(">>>")
+    child.answer("unheard")
+    child.wait_for("Ctrl-C again leaves", 20)
+    child.wait_for(">>>")
+    child.type("hel")
+    time.sleep(0.2)
+    child.type("lo\r")
+    child.wait_for("You said: hello")
+
+
 def test_ctrl_d_during_an_answer_leaves_after_it(screen):
     child = screen("-n", "200")
     child.wait_for(">>>")
