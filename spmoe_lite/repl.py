@@ -34,9 +34,9 @@ from spmoe_lite.terminal import (
     keys_unseen,
     note,
     printable,
+    read_line,
     say,
     table,
-    wait_for_line,
 )
 
 if TYPE_CHECKING:
@@ -85,12 +85,9 @@ class PlainReader:
     """Lines as they come; the prompt is shown on stderr if a person is typing."""
 
     def read(self, prompt: str) -> str | None:
-        if sys.stdin is None:
-            return None
         if is_terminal(sys.stdin):
             click.echo(prompt, nl=False, err=True)
-            wait_for_line()
-        line = sys.stdin.readline()
+        line = read_line()
         if not line:
             return None
         return line.removeprefix("\ufeff").rstrip("\n")  # a mark that some editors begin with

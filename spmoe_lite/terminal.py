@@ -203,10 +203,46 @@ def ask(question: str) -> bool:
     """A yes/no question on stderr; the empty answer, or no answer, is no. Ctrl-C raises at once."""
     click.echo(f"{question} [y/N] ", nl=False, err=True)
     with on_interrupt(signal.default_int_handler):
-        answer = sys.stdin.readline() if sys.stdin is not None else ""
+        answer = read_line()
     if not answer:
         click.echo(err=True)
     return answer.strip().lower() in ("y", "yes")
+
+
+def read_line() -> str:
+    """The next line of stdin with its end; empty at the end of input. Ctrl-C raises whenever it comes."""
+    if sys.stdin is None:
+        return ""
+    _wait_for_line()
+    return sys.stdin.readline()
+
+
+def _wait_for_line() -> None:
+    """Wait until a line can be read from stdin, if that is a terminal, or Ctrl-C.
+
+    A read alone would go on waiting after a signal that came between the interpreter's last look and the
+    system call. The pipe that it writes to as a signal comes ends this wait at any moment.
+    """
+    try:
+        import termios
+    except ImportError:
+        return
+    try:
+        one_a_read = termios.tcgetattr(sys.stdin)[3] & termios.ICANON  # else more may be buffered
+    except (termios.error, OSError, ValueError):
+        return
+    if not one_a_read or threading.current_thread() is not threading.main_thread():
+        return
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    before = signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    try:
+        while sys.stdin not in select.select([sys.stdin, woken], [], [])[0]:
+            os.read(woken, 512)
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(woken)
+        os.close(wakes)
 
 
 @contextmanager
@@ -260,34 +296,6 @@ def keys_unseen() -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
-
-
-def wait_for_line() -> None:
-    """Wait until a line can be read from stdin, if that is a terminal, or Ctrl-C.
-
-    A read alone would go on waiting after a signal that came between the interpreter's last look and the
-    system call. The pipe that it writes to as a signal comes ends this wait at any moment.
-    """
-    try:
-        import termios
-    except ImportError:
-        return
-    try:
-        one_a_read = termios.tcgetattr(sys.stdin)[3] & termios.ICANON  # else more may be buffered
-    except (termios.error, OSError, ValueError):
-        return
-    if not one_a_read or threading.current_thread() is not threading.main_thread():
-        return
-    woken, wakes = os.pipe()
-    os.set_blocking(wakes, False)
-    before = signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
-    try:
-        while sys.stdin not in select.select([sys.stdin, woken], [], [])[0]:
-            os.read(woken, 512)
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(woken)
-        os.close(wakes)
 
 
 @contextmanager
