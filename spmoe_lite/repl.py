@@ -341,7 +341,7 @@ class Repl:
 
     def change(self, argument: str) -> None:
         name, _, value = argument.partition(" ")
-        name, value = name.replace("_", "-").lstrip("-"), value.strip()
+        name, value = name.lower().replace("_", "-").lstrip("-"), value.strip()
         name = ALIASES.get(name, name)
         if not name:
             click.echo(table(self._settings()))

@@ -405,7 +405,7 @@ def test_regen_asks_the_last_question_with_another_seed(repl, capsys):
     assert [asked for asked, _ in repl.engine.asked] == [[{"role": "user", "content": "hello"}]] * 2
     assert [given["sampling"].seed for _, given in repl.engine.asked] == [7, 8]
     assert len(repl.messages) == 2
-    repl.handle("/set temp 0")
+    repl.handle("/set Temp 0")
     repl.handle("/retry")
     assert "temperature 0 gives the same answer" in capsys.readouterr().err
 
