@@ -96,7 +96,7 @@ def list_packs(as_json: bool) -> None:
                     terminal.printable(p.name).replace("\n", " "),
                     size(p.size_bytes),
                     kind or "?",
-                    _date(p.modified)[:10],
+                    (_date(p.modified) or "?")[:10],
                 ]
             )
             if not p.complete:
@@ -163,10 +163,14 @@ def repack(name: str, **given: Any) -> None:
     make_pack(library_repack, name, **given)
 
 
-def _date(modified: float) -> str:
+def _date(modified: float) -> str | None:
+    """None for a moment that has no date: a file may be of any year, and dates end with 9999."""
     from datetime import datetime
 
-    return datetime.fromtimestamp(modified).astimezone().isoformat(timespec="seconds")
+    try:
+        return datetime.fromtimestamp(modified).astimezone().isoformat(timespec="seconds")
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def _contents(found: dict[str, Any]) -> list[list[str]]:

@@ -770,6 +770,22 @@ def test_list_shows_sizes_dates_and_partials(monkeypatch, capsys):
     assert [p["complete"] for p in as_json] == [True, False]
 
 
+def test_list_shows_packs_of_any_year(monkeypatch, capsys):
+    found = [
+        PackInfo("far", Path("/h/far.spmoe"), 1, 1e14, True, True, "mixtral"),
+        PackInfo("now", Path("/h/now.spmoe"), 1, 1.7e9, True, True, "mixtral"),
+    ]
+    monkeypatch.setattr(library, "packs", lambda: found)
+    assert spmoe("list") == 0
+    lines = seen(capsys)[0].splitlines()
+    assert lines[1].endswith("?") and "2023-11-1" in lines[2]
+    assert spmoe("list", "--json") == 0
+    assert [p["modified"] and p["modified"][:7] for p in json.loads(seen(capsys)[0])] == [
+        None,
+        "2023-11",
+    ]
+
+
 def test_an_empty_list_says_where_it_looked(capsys, home):
     assert spmoe("list") == 0
     out, err = seen(capsys)
