@@ -23,7 +23,7 @@ from typing import Any
 
 from spmoe_lite import manifest as m
 from spmoe_lite.errors import NotFoundError, SpmoeError, UnsupportedError, UsageError
-from spmoe_lite.files import PARTIAL, disk_error, load_json, locked, naming, open_confined
+from spmoe_lite.files import PARTIAL, disk_error, locked, naming, open_confined
 from spmoe_lite.progress import OnProgress, check_callers
 
 USED = "used.json"
@@ -293,11 +293,13 @@ def touch_used(path: Path, home: str | Path | None = None) -> None:
 
 
 def _used(folder: Path) -> dict[str, float]:
-    """Resolved path: when it was used. Anything unreadable counts as nothing."""
+    """Resolved path, which may hold bytes that are no text: when it was used. Anything unreadable counts as
+    nothing.
+    """
     try:
         with open_confined(folder, USED) as file:
-            values = load_json(file.read(m.MAX_JSON_BYTES), folder / USED)
-    except (OSError, SpmoeError):
+            values = json.loads(file.read(m.MAX_JSON_BYTES))
+    except (OSError, SpmoeError, ValueError, RecursionError):
         return {}
     pairs = values.items() if isinstance(values, dict) else ()
     return {path: float(when) for path, when in pairs if isinstance(when, float)}

@@ -309,6 +309,17 @@ def test_the_pack_used_last_comes_first(home: Path, tmp_path: Path) -> None:
     ]
 
 
+def test_a_pack_in_a_folder_of_another_encoding_is_remembered_too(home: Path) -> None:
+    library.touch_used(home / "big.spmoe", home)
+    odd = Path(os.fsdecode(os.fsencode(home / "small.spmoe") + b"\xff"))
+    try:
+        shutil.copytree(home / "small.spmoe", odd)
+    except OSError:
+        pytest.skip("this file system takes names of its own encoding alone")
+    library.touch_used(odd, home)
+    assert [path.name for path in library.last_used(home)[:2]] == [odd.name, "big.spmoe"]
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "[]", '{"a": "b"}', '{"x": NaN}', "{" * 9000, '{"/": 1e308}', f'{{"/": 1{"0" * 400}}}'],
