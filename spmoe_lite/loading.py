@@ -525,7 +525,7 @@ def profile_path(
     machine = platform.node() or "machine"
     if device.type == "cuda":
         machine += "-" + torch.cuda.get_device_name(device) + ("" if captured else "-host")
-    safe = re.sub(r"[^A-Za-z0-9.+_-]+", "_", f"{'+'.join(packs)}@{machine}")
+    safe = re.sub(r"[^\w.+-]+", "_", f"{'+'.join(packs)}@{machine}")
     return library.home(home) / "profiles" / f"{safe}.json"
 
 

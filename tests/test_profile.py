@@ -52,6 +52,12 @@ def test_it_is_measured_kept_and_used(packs):
         assert engine.generate([0, 5, 6], max_tokens=8).result.token_ids == first
 
 
+def test_packs_with_names_in_other_letters_keep_times_of_their_own(tmp_path):
+    cpu = torch.device("cpu")
+    assert profile_path(["日本"], cpu, tmp_path) != profile_path(["中文"], cpu, tmp_path)
+    assert profile_path(["Ещё"], cpu, tmp_path).parent == tmp_path / "profiles"
+
+
 def test_the_first_draft_is_timed_on_the_engine_s_own_gpu(packs, monkeypatch, tmp_path):
     """Another may be current: streams and events, and what waits for them, would be that one's."""
     inside, passes, forward = [], [], Transformer.forward
