@@ -95,6 +95,7 @@ class TraceWriter:
         self._passes = 0
         try:
             self._file = open(path, "xb", buffering=0)
+            self._path = path.absolute()  # the program may go to another folder
             self._write({"trace": VERSION, **asdict(header)})
         except FileExistsError:
             if path.is_dir():

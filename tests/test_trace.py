@@ -65,6 +65,14 @@ def test_a_text_is_a_path(tmp_path):
         TraceWriter(str(record(tmp_path / "t")), HEADER)
 
 
+def test_a_recording_of_nothing_goes_though_the_program_went_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    writer = TraceWriter("t", HEADER)
+    monkeypatch.chdir("/")
+    writer.close()
+    assert not (tmp_path / "t").exists()
+
+
 @pytest.mark.parametrize("path", [1, True, None, b"t", ["t"]])
 def test_what_is_no_path_is_refused(path, capfd):
     with pytest.raises(UsageError, match="--trace .* is no path"):
