@@ -58,6 +58,7 @@ from spmoe_lite.converters.recipe import (
     widened,
 )
 from spmoe_lite.converters.source import Checkpoint, Piece, Source, SourceTensor, TensorFiles
+from spmoe_lite.device import cpu_by_default
 from spmoe_lite.errors import Cancelled, DamagedError, SpmoeError, UnsupportedError, UsageError
 from spmoe_lite.files import AGAIN, LOCK, PARTIAL, making, naming, open_listed
 from spmoe_lite.manifest import (
@@ -100,6 +101,7 @@ class ConvertResult:
     plan: ConvertPlan | None
 
 
+@cpu_by_default()
 def convert(
     source: str | Path | Repository,
     *,
@@ -372,6 +374,7 @@ def _can_drop(config: ModelConfig, source: PackedCheckpoint) -> bool:
     return True
 
 
+@cpu_by_default()
 def repack(
     name: str | Path,
     *,

@@ -12,7 +12,8 @@ import logging
 import sys
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
@@ -94,6 +95,14 @@ def _card(device: torch.device) -> str:
 def current(device: torch.device) -> AbstractContextManager[object]:
     """Make the device the current one: that is a thread's own, and the caller's may be another."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def cpu_by_default() -> Iterator[None]:
+    """Tensors that name no device lie in RAM, whatever default device the calling thread has set."""
+    elsewhere = torch.get_default_device().type != "cpu"
+    with torch.device("cpu") if elsewhere else nullcontext():
+        yield
 
 
 @cache

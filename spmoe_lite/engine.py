@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 from spmoe_lite.config import SamplingParams, is_integer
 from spmoe_lite.decoder import Decoder
+from spmoe_lite.device import cpu_by_default
 from spmoe_lite.errors import BusyError, CapacityError, UnsupportedError, UsageError
 from spmoe_lite.generation import Generation, Run
 from spmoe_lite.loading import DEFAULT_DRAFT_TOKENS, Loader, Parts
@@ -140,7 +141,8 @@ class Engine:
             make_store=cls.make_store,
             captures=cls.captures,
         )
-        return cls(loader.load(target, draft))
+        with cpu_by_default():
+            return cls(loader.load(target, draft))
 
     # --- answering -----------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from spmoe_lite.config import SamplingParams
+from spmoe_lite.device import cpu_by_default
 from spmoe_lite.errors import BusyError, Cancelled, UsageError
 from spmoe_lite.progress import OnProgress
 from spmoe_lite.sampling import Sampler
@@ -193,7 +194,8 @@ class Run:
         with self._stepping:
             self._stepper = threading.get_ident()
             try:
-                piece = next(self._steps, None)
+                with cpu_by_default():
+                    piece = next(self._steps, None)
             except BaseException:
                 self._end()
                 raise

@@ -30,7 +30,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spmoe_lite import Engine, SamplingParams, device, library
-from spmoe_lite.converters import convert
+from spmoe_lite.converters import convert, repack
 from spmoe_lite.errors import (
     BusyError,
     Cancelled,
@@ -43,6 +43,7 @@ from spmoe_lite.errors import (
 )
 from tests import tiny
 from tests.interrupt import Interrupt
+from tests.make_pack import files_of
 
 PROMPT = [1, 17, 300, 42, 42, 5, 99, 250, 3, 8, 120]
 MESSAGES = [{"role": "user", "content": "hello there"}]
@@ -699,6 +700,21 @@ def test_the_library_leaves_its_host_alone(packs, capfd):
     assert all(
         isinstance(h, logging.NullHandler) for h in handlers if type(h).__module__ == "logging"
     )
+
+
+def test_the_host_s_default_device_is_not_ours(packs, tmp_path):
+    source = tiny.tiny_mixtral(tmp_path / "hf", intermediate=64)
+    expected = convert(source, out=tmp_path / "a.spmoe", experts="int8", dense="int4").path
+    with Engine.load(*packs, device="cpu", slots=6) as engine:
+        answer = engine.generate(PROMPT, max_tokens=12).result.token_ids
+    with torch.device("meta"):  # where tensors have no values
+        again = convert(source, out=tmp_path / "b.spmoe", experts="int8", dense="int4").path
+        repack(again, embed="int8")
+        with Engine.load(*packs, device="cpu", slots=6) as engine:
+            assert engine.generate(PROMPT, max_tokens=12).result.token_ids == answer
+        assert torch.empty(1).is_meta
+    repack(expected, embed="int8")
+    assert files_of(again) == files_of(expected)
 
 
 def test_it_works_with_no_standard_streams(packs, monkeypatch):
