@@ -34,7 +34,8 @@ def check(cancel: threading.Event | None) -> None:
 
 def check_callers(cancel: object, **calls: object) -> None:
     """Refuse what would fail in the middle of the work: no event, and what cannot be called."""
-    if cancel is not None and not callable(getattr(cancel, "is_set", None)):
+    is_event = callable(getattr(cancel, "is_set", None)) and not isinstance(cancel, type)
+    if cancel is not None and not is_event:
         raise UsageError(f"cancel {cancel!r:.80}: a threading.Event, or None")
     for name, call in calls.items():
         if call is not None and not callable(call):

@@ -992,6 +992,7 @@ def test_redirected_output_is_not_needed(packs):
         {"home": 5},
         {"home": b"packs"},
         {"cancel": 5},
+        {"cancel": threading.Event},
         {"on_plan": 5},
         {"on_progress": "print"},
     ],
