@@ -15,9 +15,11 @@ downloads anything.
 from __future__ import annotations
 
 import atexit
+import gc
 import operator
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +28,7 @@ from typing import Any, NoReturn
 
 from spmoe_lite.config import SamplingParams, is_integer
 from spmoe_lite.decoder import Decoder
-from spmoe_lite.device import cpu_by_default
+from spmoe_lite.device import capturing, cpu_by_default
 from spmoe_lite.errors import BusyError, CapacityError, UnsupportedError, UsageError
 from spmoe_lite.generation import Generation, Run
 from spmoe_lite.loading import DEFAULT_DRAFT_TOKENS, Loader, Parts
@@ -65,7 +67,9 @@ class Engine:
         self._lock = threading.RLock()  # a dropped Generation may let go inside any of its blocks
         self._free = threading.Condition(self._lock)
         self._holder: Run | None = None
-        self._caller: tuple[int, object] | None = None  # the thread and asyncio task it reads in
+        # the thread and asyncio task it reads in; a task that failed keeps its answer
+        self._caller: tuple[int, weakref.ref[object] | None] | None = None
+        self._next_collection = 0.0  # not before
         self._closed = False
         self._ending = False  # with the process
         self._process = os.getpid()
@@ -247,7 +251,8 @@ class Engine:
                     return False  # it waits, and goes with the process
                 raise BusyError("the process ends: the engine answers no more")
             if self._holder in (None, run):
-                self._caller = threading.get_ident(), task  # who read last: pools change threads
+                here = None if task is None else weakref.ref(task)
+                self._caller = threading.get_ident(), here  # who read last: pools change threads
                 self._holder = run
             return self._holder is run
 
@@ -266,6 +271,25 @@ class Engine:
             if self._holder is not None or self._ending:
                 self._free.wait(seconds)
 
+    def collect_dropped(self, at_once: bool = False) -> bool:
+        """Collect garbage, which an answer that rests may be: asyncio makes a circle of each error that leaves
+
+        a task, with all that its frames hold. Seldom, unless at once, for the time that it takes; False if it
+        was not done.
+        """
+        holder, began = self._holder, time.monotonic()
+        if holder is None or not holder.rests() or (began < self._next_collection and not at_once):
+            return False
+        if not gc.isenabled() or not capturing.acquire(blocking=False):
+            return False
+        try:
+            gc.collect()
+        finally:
+            capturing.release()
+        ended = time.monotonic()
+        self._next_collection = ended + max(1.0, 50 * (ended - began))
+        return True
+
     def held_by_caller(self, task: object | None) -> bool:
         """Whether the answer that has the engine goes on only when the caller does, by all we see:
 
@@ -279,7 +303,9 @@ class Engine:
             if self._holder.is_read():
                 return False
             thread, other = self._caller
-            return thread == threading.get_ident() and (task is None or other is task)
+            return thread == threading.get_ident() and (
+                task is None or (other is not None and other() is task)
+            )
 
     def close(self) -> None:
         """End what is running, stop the worker, free every byte. Idempotent, from any thread.

@@ -153,6 +153,7 @@ class Run:
         self._on_progress = on_progress
         self._stepping = threading.Lock()  # one step at a time, from whatever thread
         self._stepper = 0  # that thread
+        self._read_at = time.monotonic()  # last
         self._stuck_since = 0.0  # how long it has looked as if we wait for ourselves
         self._steps = self._run()
 
@@ -177,12 +178,16 @@ class Run:
         """
         if self.result is not None or self.cancelled.is_set() or self._engine.try_hold(self, task):
             return True
+        if self._engine.collect_dropped() and self._engine.try_hold(self, task):
+            return True
         if not self._wait:
             raise BusyError("the engine is answering someone else; wait, or call with wait=True")
         now = time.monotonic()
         if not self._engine.held_by_caller(task):
             self._stuck_since = now
         elif now - self._stuck_since > STUCK_SECONDS:
+            if self._engine.collect_dropped(at_once=True) and self._engine.try_hold(self, task):
+                return True
             who = "thread" if task is None else "task"
             raise BusyError(f"this {who} is reading another answer: finish or close that first")
         return False
@@ -200,6 +205,7 @@ class Run:
                 self._end()
                 raise
             finally:
+                self._read_at = time.monotonic()
                 self._stepper = 0
         self._end_if_cancelled()
         return piece
@@ -207,6 +213,10 @@ class Run:
     def is_read(self) -> bool:
         """Whether somebody is inside a step."""
         return self._stepper != 0
+
+    def rests(self) -> bool:
+        """Whether nobody has been inside a step for a while."""
+        return not self.is_read() and time.monotonic() - self._read_at > STUCK_SECONDS
 
     def in_step(self) -> bool:
         """Whether the caller is inside a step of this answer, where it cannot wait for the step."""

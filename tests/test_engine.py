@@ -212,6 +212,66 @@ def test_a_loop_left_early_frees_the_engine(engine):
     assert engine.generate(PROMPT, max_tokens=5, wait=False).result.completion_tokens == 5
 
 
+@pytest.mark.parametrize("where", ["this thread", "another thread", "a task"])
+def test_kind_l_o37_an_answer_in_a_circle_of_garbage_does_not_keep_the_engine(engine, where):
+    answer = engine.generate(PROMPT, max_tokens=30)
+    next(answer)
+    circle = [answer]
+    circle.append(circle)
+    gc.collect()  # what comes now is too little for another one
+    del answer, circle
+
+    def ask():
+        return engine.generate(PROMPT, max_tokens=5).result.completion_tokens
+
+    async def ask_in_task():
+        return len([piece async for piece in engine.generate(PROMPT, max_tokens=5)]) and 5
+
+    if where == "this thread":
+        assert ask() == 5
+    elif where == "a task":
+        assert asyncio.run(asyncio.wait_for(ask_in_task(), 10)) == 5
+    else:
+        found = []
+        thread = threading.Thread(target=lambda: found.append(ask()), daemon=True)
+        thread.start()
+        thread.join(10)
+        assert found == [5]
+
+
+def test_kind_l_o37_a_task_that_fails_over_its_answer_does_not_keep_the_engine(engine):
+    async def fail():
+        answer = engine.generate(PROMPT, max_tokens=30)
+        async for _ in answer:
+            raise ConnectionResetError
+
+    async def main():
+        try:
+            await asyncio.wait_for(fail(), 10)
+        except ConnectionResetError:
+            pass
+        answer = engine.generate(PROMPT, max_tokens=5)
+        async with asyncio.timeout(10):
+            return "".join([piece async for piece in answer])
+
+    assert asyncio.run(main()) == engine.generate(PROMPT, max_tokens=5).result.text
+
+
+def test_an_answer_that_is_read_slowly_keeps_the_engine(engine, monkeypatch):
+    collected = []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
+    answer = engine.generate(PROMPT, max_tokens=30)
+    next(answer)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: engine.generate(PROMPT, max_tokens=5).result.completion_tokens)
+        with contextlib.suppress(TimeoutError):
+            other.result(0.9)
+        assert not other.done()
+        assert len(collected) == 1  # seldom
+        assert answer.result.completion_tokens == 30
+        assert other.result(10) == 5
+
+
 def test_kind_l_o37_asyncio_callers_share_the_engine(engine):
     alone = engine.generate(PROMPT, max_tokens=12).result.text
 
