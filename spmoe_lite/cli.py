@@ -19,7 +19,7 @@ import click
 from spmoe_lite import cli_measure, cli_packs, cli_talk, terminal
 from spmoe_lite.cli_options import NAME, PROGRAM, debug_option
 from spmoe_lite.cli_shared import source_of
-from spmoe_lite.errors import CapacityError, SpmoeError
+from spmoe_lite.errors import CapacityError, SpmoeError, is_out_of_memory
 
 SPIN_COUNT = "2000"  # turns of waiting threads before they sleep
 
@@ -64,9 +64,10 @@ def run_command(args: list[str]) -> int:
             error, error.filename or "the output", "use" if error.filename else "write"
         )
         return _fail(str(named), named.exit_code, state)
-    except MemoryError:
-        return _fail("out of memory", CapacityError.exit_code, state)
     except BaseException as error:  # a library's panic is not an Exception
+        if is_out_of_memory(error):
+            text = "out of memory; end other programs, or raise this one's limit (ulimit -v)"
+            return _fail(text, CapacityError.exit_code, state)
         what = f"{type(error).__name__}: {error}".rstrip(": ")
         return _fail(f"{what} (this is a bug in {NAME}; --debug shows where)", 1, state)
 

@@ -29,7 +29,7 @@ from spmoe_lite.cutoff import Drift, copies_queued, cutoff_layer, expected_copie
 from spmoe_lite.device import current, end_of_work
 from spmoe_lite.draftgraphs import DraftSteps
 from spmoe_lite.drafting import DraftLength
-from spmoe_lite.errors import CapacityError
+from spmoe_lite.errors import CapacityError, is_out_of_memory
 from spmoe_lite.graphs import Found, StepGraphs
 from spmoe_lite.model import OnAttention, Transformer
 from spmoe_lite.prefetch import Prefetcher, Usefulness, count_recall
@@ -175,7 +175,9 @@ class Decoder:
                 except BaseException:
                     self._left_running = end_of_work(self.target.device)
                     raise
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             raise CapacityError(
                 f"{self.target.device} has no room left for a pass: lower --vram or --ctx-size"
             ) from error

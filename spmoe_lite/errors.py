@@ -57,3 +57,9 @@ class Cancelled(SpmoeError):
     """The caller's `cancel` event was set."""
 
     exit_code = 130
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, or torch on any device, found no memory: for RAM torch has no class of its own."""
+    told = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+    return told or isinstance(error, MemoryError)

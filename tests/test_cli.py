@@ -209,7 +209,8 @@ class Panic(BaseException):
             "cannot use /x (Permission denied); check",
         ),
         (OSError(28, "No space left on device"), 4, "disk full: cannot write the output"),
-        (MemoryError(), 4, "out of memory"),
+        (MemoryError(), 4, "out of memory; end other programs"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 4, "out of memory; end"),
         (errors.DamagedError("a\x1b[31m\x07b"), 6, "a[31mb"),  # no control codes from a file name
     ],
 )

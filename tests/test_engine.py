@@ -41,6 +41,7 @@ from spmoe_lite.errors import (
     UnsupportedError,
     UsageError,
 )
+from spmoe_lite.pack import Pack
 from tests import tiny
 from tests.interrupt import Interrupt
 from tests.make_pack import files_of
@@ -1022,6 +1023,22 @@ def test_kind_i_o26_the_plan_counts_the_draft_and_is_what_is_used(packs, kv_type
         Engine.load(*packs, device="cpu", slots=6, kv_type=kv_type, vram=smaller)
     with Engine.load(*packs, device="cpu", kv_type=kv_type, vram=smaller) as engine:
         assert engine.plan.slots == 5
+
+
+def test_kind_i_o26_ram_that_is_refused_is_said_in_a_line(packs, monkeypatch):
+    def refuse(*_, **__):
+        torch.empty(1 << 62, dtype=torch.uint8)
+
+    with Engine.load(*packs, device="cpu", slots=6) as engine:
+        expected = engine.generate(PROMPT, max_tokens=5).result.text
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.decoder.target, "run", refuse)
+            with pytest.raises(CapacityError, match="cpu has no room left for a pass: lower"):
+                engine.generate(PROMPT, max_tokens=5).result
+        assert engine.generate(PROMPT, max_tokens=5).result.text == expected
+    monkeypatch.setattr(Pack, "load_dense", refuse)
+    with pytest.raises(CapacityError, match="weights of target do not fit on cpu; free"):
+        Engine.load(*packs, device="cpu", slots=6)
 
 
 def test_redirected_output_is_not_needed(packs):
