@@ -195,10 +195,14 @@ def _arriving(
 
 def _target(out: str | Path | None, name: str, home: str | Path | None) -> Path:
     if out is not None:
-        if not Path(out).name or "\0" in str(out):  # "", "." or "/"
+        try:
+            path = Path(os.path.expanduser(out))
+        except TypeError:
+            path = Path()
+        if not path.name or "\0" in str(path):  # "", "." or "/", or no path
             raise UsageError(f"--out {str(out)!r} is not the name of a folder to be made")
-        return Path(out)
-    if not library.is_portable(name):
+        return path
+    if not isinstance(name, str) or not library.is_portable(name):
         raise UsageError(f"{name!r:.80} cannot be the name of a pack; give another with --name")
     return library.home(home) / (name.removesuffix(SUFFIX) + SUFFIX)
 

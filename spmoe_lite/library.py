@@ -107,6 +107,8 @@ def _path(name: str | Path) -> Path:
         path = Path(name)
     except TypeError:
         raise UsageError(f"{name!r:.80} is no name of a pack") from None
+    if len(path.parts) > 1:  # a name may begin with any letter
+        path = Path(os.path.expanduser(path))
     return path if path.name not in ("", "..") else Path(os.path.abspath(path))
 
 

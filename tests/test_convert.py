@@ -1040,8 +1040,8 @@ def test_names_that_would_trip_a_shell_or_another_system_are_refused(
     assert not (tmp_path / "home").exists()
 
 
-@pytest.mark.parametrize("out", ["", ".", "/", "a\0b"])
-def test_an_out_without_a_name_is_refused(out: str, tmix: Path) -> None:
+@pytest.mark.parametrize("out", ["", ".", "/", "a\0b", 5, b"pack"])
+def test_an_out_without_a_name_is_refused(out: Any, tmix: Path) -> None:
     with pytest.raises(UsageError, match="is not the name of a folder to be made"):
         convert(tmix, out=out)
 
@@ -1064,6 +1064,8 @@ def test_calls_that_cannot_be_made_are_refused_before_anything_is_read(
     refused(tmix, tmp_path, UsageError, "cancel True", cancel=True)
     refused(tmix, tmp_path, UsageError, "on_progress 5", on_progress=5)
     refused(tmix, tmp_path, UsageError, "confirm 'yes'", confirm="yes")
+    with pytest.raises(UsageError, match="5 cannot be the name"):
+        convert(tmix, name=5, home=tmp_path)  # type: ignore[arg-type]
 
 
 def test_a_tilde_is_the_user_s_home(
@@ -1074,6 +1076,8 @@ def test_a_tilde_is_the_user_s_home(
     done = convert(tmix, home="~/packs", name="x")
     assert done.path == tmp_path / "packs" / "x.spmoe" and not (tmp_path / "~").exists()
     assert repack("x", home="~/packs").already_there
+    assert convert(tmix, out="~/y.spmoe").path == tmp_path / "y.spmoe"  # as --out=~/y.spmoe comes
+    assert repack("~/y.spmoe").already_there and not (tmp_path / "~").exists()
 
 
 def test_a_place_that_is_taken_is_refused_before_anything_is_asked(
