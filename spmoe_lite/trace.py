@@ -34,6 +34,7 @@ log = logging.getLogger("spmoe_lite")
 
 VERSION = 1
 MAX_HEADER_BYTES = 1 << 16
+MAX_LINE_BYTES = 1 << 26  # a pass of 2048 rows through 64 layers takes a tenth
 MAX_EXPERTS = 1 << 20  # of all layers; more is a damaged header
 MAX_EXPERT_BYTES = 1 << 40  # the same
 MIN_LINK, MAX_LINK = 1e-6, 1e6  # GB/s
@@ -163,11 +164,12 @@ def read_trace(path: Path) -> Trace:
     passes: list[Pass] = []
     with naming(path, "read"), open(path, "rb") as file:
         header = _header(path, file.readline(MAX_HEADER_BYTES))
-        for number, line in enumerate(file, 2):
+        lines = iter(lambda: file.readline(MAX_LINE_BYTES), b"")
+        for number, line in enumerate(lines, 2):
             try:
                 passes.append(_pass(_object(line), header))
             except (ValueError, RecursionError) as error:
-                if line.endswith(b"\n"):
+                if line.endswith(b"\n") or len(line) == MAX_LINE_BYTES:
                     raise DamagedError(
                         f"{path} line {number} is no pass of a trace ({error}); delete the line, "
                         f"or record again"

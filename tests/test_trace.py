@@ -209,6 +209,14 @@ def test_a_line_that_is_no_pass_is_refused_with_file_and_number(tmp_path, old, n
     assert "\n" not in str(error.value)
 
 
+def test_a_line_without_end_is_not_read_to_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("spmoe_lite.trace.MAX_LINE_BYTES", 1 << 16, raising=False)
+    path = record(tmp_path / "t")
+    os.truncate(path, 1 << 20)  # zeros, as a lost power supply may leave them
+    with pytest.raises(DamagedError, match="line 4 is no pass of a trace"):
+        read_trace(path)
+
+
 @pytest.mark.parametrize(
     "old, new",
     [
