@@ -207,8 +207,11 @@ def check_text(text: str, flag: str) -> None:
 
 
 def _read_text(file: TextIO, name: str) -> str:
+    from spmoe_lite.files import naming
+
     try:
-        text = file.read(MAX_PROMPT_CHARS + 1)
+        with naming(Path(name), "read"):
+            text = file.read(MAX_PROMPT_CHARS + 1)
     except UnicodeDecodeError as error:
         raise UsageError(f"{name} is not text in {error.encoding}; convert it to UTF-8") from None
     if len(text) > MAX_PROMPT_CHARS:

@@ -3,6 +3,8 @@
 `python tests/test_cli.py` writes docs/cli.md anew after a change of `--help`.
 """
 
+import errno
+import io
 import json
 import os
 import re
@@ -356,6 +358,11 @@ def test_no_prompt_is_wrong_usage(engine, typed, capsys, missing):
     assert "-p TEXT" in seen(capsys)[1][-1]
 
 
+class Unreadable(io.StringIO):
+    def read(self, size=-1):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 def test_two_prompts_or_a_bad_file_are_refused(engine, typed, capsys, tmp_path, monkeypatch):
     bad = tmp_path / "bad.txt"
     bad.write_bytes(b"\xff\xfe")
@@ -373,6 +380,9 @@ def test_two_prompts_or_a_bad_file_are_refused(engine, typed, capsys, tmp_path, 
     monkeypatch.setattr(sys, "stdin", open(bad, encoding="utf-8", errors="replace"))
     assert spmoe("run", "mix") == 2
     assert "stdin is not text in utf-8" in seen(capsys)[1][-1]
+    monkeypatch.setattr(sys, "stdin", Unreadable())
+    assert spmoe("run", "mix") == 1
+    assert "cannot read stdin (Input/output error)" in seen(capsys)[1][-1]
     assert engine.loaded == []
 
 
