@@ -272,10 +272,10 @@ class Engine:
                 self._free.wait(seconds)
 
     def collect_dropped(self, at_once: bool = False) -> bool:
-        """Collect garbage, which an answer that rests may be: asyncio makes a circle of each error that leaves
+        """Collect garbage, in case the answer that has the engine is in it; False if that was not done.
 
-        a task, with all that its frames hold. Seldom, unless at once, for the time that it takes; False if it
-        was not done.
+        asyncio makes a circle of each error that leaves a task, with all that its frames hold. Only where
+        nobody has read for a while, and unless `at_once` seldom for the time that it takes.
         """
         holder, began = self._holder, time.monotonic()
         if holder is None or not holder.rests() or (began < self._next_collection and not at_once):
