@@ -19,7 +19,7 @@ import click
 from spmoe_lite import cli_measure, cli_packs, cli_talk, terminal
 from spmoe_lite.cli_options import NAME, PROGRAM, debug_option
 from spmoe_lite.cli_shared import source_of
-from spmoe_lite.errors import CapacityError, SpmoeError, is_out_of_memory
+from spmoe_lite.errors import CapacityError, NotFoundError, SpmoeError, is_out_of_memory
 
 SPIN_COUNT = "2000"  # turns of waiting threads before they sleep
 
@@ -40,6 +40,7 @@ def run_command(args: list[str]) -> int:
     state = {"debug": False}
     terminal.make_streams_safe()
     try:
+        _check_folder()
         code = cli.main(args, prog_name=PROGRAM, standalone_mode=False, obj=state)
         return code if isinstance(code, int) else 0
     except SystemExit as stop:  # click's answer to a closed pipe, and to shell completion
@@ -70,6 +71,14 @@ def run_command(args: list[str]) -> int:
             return _fail(text, CapacityError.exit_code, state)
         what = f"{type(error).__name__}: {error}".rstrip(": ")
         return _fail(f"{what} (this is a bug in {NAME}; --debug shows where)", 1, state)
+
+
+def _check_folder() -> None:
+    """Where the working folder is gone, torch ends the process as it loads its own libraries."""
+    try:
+        os.getcwd()
+    except OSError:
+        raise NotFoundError("the folder this runs in is gone: cd to one that exists") from None
 
 
 def _fail(message: str, code: int, state: dict[str, bool]) -> int:

@@ -261,6 +261,16 @@ def test_ctrl_c_during_an_answer_keeps_what_there_is(tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="sh")
+@pytest.mark.skipif(os.name == "nt", reason="a folder that is in use stays there")
+def test_a_working_folder_that_is_gone_is_said(tmp_path, monkeypatch, capsys):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert spmoe("plan", "mix") == 3
+    assert seen(capsys)[1] == ["spmoe-lite: the folder this runs in is gone: cd to one that exists"]
+
+
 def test_a_closed_pipe_is_quiet(tmp_path):
     command = " ".join(f"'{part}'" for part in [*FAKE, "run", "mix", "-p", "slow"])
     done = subprocess.run(
