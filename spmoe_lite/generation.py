@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from spmoe_lite.config import SamplingParams
 from spmoe_lite.device import cpu_by_default
 from spmoe_lite.errors import BusyError, Cancelled, UsageError
-from spmoe_lite.progress import OnProgress
+from spmoe_lite.progress import OnProgress, run_if_free
 from spmoe_lite.sampling import Sampler
 from spmoe_lite.stats import Counters, RunStats
 from spmoe_lite.stops import StopMatcher
@@ -201,12 +201,12 @@ class Run:
             try:
                 with cpu_by_default():
                     piece = next(self._steps, None)
+                self._read_at = time.monotonic()
             except BaseException:
                 self._end()
                 raise
             finally:
-                self._read_at = time.monotonic()
-                self._stepper = 0
+                self._stepper = 0  # and no call here, which Ctrl-C could follow
         self._end_if_cancelled()
         return piece
 
@@ -242,11 +242,8 @@ class Run:
 
     def _end_if_cancelled(self) -> None:
         """End it, unless somebody is in a step: that one does the same right after the step."""
-        if self.cancelled.is_set() and self._stepping.acquire(blocking=False):
-            try:
-                self._end()
-            finally:
-                self._stepping.release()
+        if self.cancelled.is_set():
+            run_if_free(self._stepping, self._end)
 
     def _end(self) -> None:
         self._steps.close()

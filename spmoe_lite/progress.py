@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from spmoe_lite.errors import Cancelled, UsageError
 
@@ -26,10 +27,30 @@ class Progress:
 OnProgress = Callable[[Progress], None]
 
 
+class Lock(Protocol):
+    """What `threading` makes, of either kind."""
+
+    def acquire(self, blocking: bool = ..., /) -> bool: ...
+    def release(self) -> None: ...
+
+
 def check(cancel: threading.Event | None) -> None:
     """Raise `Cancelled` if the caller asked to stop."""
     if cancel is not None and cancel.is_set():
         raise Cancelled("cancelled")
+
+
+def run_if_free(lock: Lock, call: Callable[[], object]) -> bool:
+    """Call while holding the lock; False if somebody has it. Ctrl-C, whenever it comes, leaves it untaken."""
+    taken: list[bool] = []
+    try:
+        taken.extend(map(lock.acquire, (False,)))  # one call: when Ctrl-C is heard, it is known
+        if taken[0]:
+            call()
+        return taken[0]
+    finally:
+        if True in taken:
+            lock.release()
 
 
 def check_callers(cancel: object, **calls: object) -> None:

@@ -402,6 +402,28 @@ def test_kind_l_o36_ctrl_c_at_any_moment_leaves_the_engine_usable_and_the_text_r
             interrupted(moment)
 
 
+HOLDING = ("/spmoe_lite/engine.py", "/spmoe_lite/generation.py")
+
+
+@pytest.mark.parametrize("what", ["next", "cancel", "close"])
+def test_kind_l_o36_ctrl_c_at_any_moment_of_a_call_leaves_the_answer_to_be_closed(engine, what):
+    """And the engine to others: no lock is left taken, and nobody is taken for its reader."""
+    text = engine.generate(PROMPT, max_tokens=2).result.token_ids
+    moment, moments = 0, 1
+    while moment <= moments:
+        answer = engine.generate(PROMPT, max_tokens=6)
+        next(answer)
+        with Interrupt(moment, HOLDING) as interrupt:
+            next(answer) if what == "next" else getattr(answer, what)()
+        moments = moments if moment else interrupt.seen
+        assert not answer._run._stepping.locked(), interrupt.where
+        answer.close()
+        got = engine.generate(PROMPT, max_tokens=2, wait=False).result.token_ids
+        assert got == text, interrupt.where
+        moment += 1
+    assert moments > 10
+
+
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer signal here")
 def test_kind_l_o36_real_signals_leave_no_lock_taken_and_the_text_right(packs):
     """What the test before cannot reach: the standard library's own locks and queues."""
