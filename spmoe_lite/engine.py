@@ -33,7 +33,7 @@ from spmoe_lite.errors import BusyError, CapacityError, UnsupportedError, UsageE
 from spmoe_lite.generation import Generation, Run
 from spmoe_lite.loading import DEFAULT_DRAFT_TOKENS, Loader, Parts
 from spmoe_lite.plan import Plan
-from spmoe_lite.progress import OnProgress, check_callers
+from spmoe_lite.progress import OnProgress, check_callers, run_if_free
 from spmoe_lite.slab import make_slab
 from spmoe_lite.stats import warnings
 from spmoe_lite.store import ExpertStore
@@ -274,21 +274,19 @@ class Engine:
     def collect_dropped(self, at_once: bool = False) -> bool:
         """Collect garbage, in case the answer that has the engine is in it; False if that was not done.
 
-        asyncio makes a circle of each error that leaves a task, with all that its frames hold. Only where
-        nobody has read for a while, and unless `at_once` seldom for the time that it takes.
+        asyncio makes a circle of each error that leaves a task, with all that its frames hold. Unless
+        `at_once` only where nobody has read for a while, and seldom for the time that it takes.
         """
-        holder, began = self._holder, time.monotonic()
-        if holder is None or not holder.rests() or (began < self._next_collection and not at_once):
-            return False
-        if not gc.isenabled() or not capturing.acquire(blocking=False):
-            return False
-        try:
+        holder = self._holder
+        due = holder is not None and holder.rests() and time.monotonic() >= self._next_collection
+        return (due or at_once) and run_if_free(capturing, self._collect)
+
+    def _collect(self) -> None:
+        began = time.monotonic()
+        if gc.isenabled():
             gc.collect()
-        finally:
-            capturing.release()
         ended = time.monotonic()
         self._next_collection = ended + max(1.0, 50 * (ended - began))
-        return True
 
     def held_by_caller(self, task: object | None) -> bool:
         """Whether the answer that has the engine goes on only when the caller does, by all we see:

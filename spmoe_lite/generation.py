@@ -178,16 +178,16 @@ class Run:
         """
         if self.result is not None or self.cancelled.is_set() or self._engine.try_hold(self, task):
             return True
-        if self._engine.collect_dropped() and self._engine.try_hold(self, task):
-            return True
-        if not self._wait:
-            raise BusyError("the engine is answering someone else; wait, or call with wait=True")
         now = time.monotonic()
         if not self._engine.held_by_caller(task):
             self._stuck_since = now
-        elif now - self._stuck_since > STUCK_SECONDS:
-            if self._engine.collect_dropped(at_once=True) and self._engine.try_hold(self, task):
-                return True
+        stuck = now - self._stuck_since > STUCK_SECONDS
+        collected = self._engine.collect_dropped(at_once=stuck)
+        if collected and self._engine.try_hold(self, task):
+            return True
+        if not self._wait:
+            raise BusyError("the engine is answering someone else; wait, or call with wait=True")
+        if stuck and collected:
             who = "thread" if task is None else "task"
             raise BusyError(f"this {who} is reading another answer: finish or close that first")
         return False

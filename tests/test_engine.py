@@ -48,6 +48,7 @@ from tests.make_pack import files_of
 
 PROMPT = [1, 17, 300, 42, 42, 5, 99, 250, 3, 8, 120]
 MESSAGES = [{"role": "user", "content": "hello there"}]
+HOLDING = ("/spmoe_lite/engine.py", "/spmoe_lite/generation.py", "/spmoe_lite/progress.py")
 
 
 @pytest.fixture(scope="module")
@@ -273,6 +274,48 @@ def test_an_answer_that_is_read_slowly_keeps_the_engine(engine, monkeypatch):
         assert other.result(10) == 5
 
 
+def test_nobody_is_told_to_finish_an_answer_that_another_one_is_about_to_collect(
+    engine, monkeypatch
+):
+    collecting, go, collect = threading.Event(), threading.Event(), gc.collect
+
+    def slow():
+        collecting.set()
+        go.wait(10)
+        return collect()
+
+    answer = engine.generate(PROMPT, max_tokens=30)
+    next(answer)
+    circle = [answer]
+    circle.append(circle)
+    collect()
+    del answer, circle
+    monkeypatch.setattr(gc, "collect", slow)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: engine.generate(PROMPT, max_tokens=5).result.completion_tokens)
+        assert collecting.wait(10)
+        threading.Timer(1.0, go.set).start()
+        assert engine.generate(PROMPT, max_tokens=5).result.completion_tokens == 5
+        assert other.result(10) == 5
+
+
+def test_ctrl_c_at_any_moment_of_a_collection_leaves_captures_to_other_threads(engine, monkeypatch):
+    monkeypatch.setattr(gc, "collect", lambda: None)
+    answer = engine.generate(PROMPT, max_tokens=30)
+    next(answer)
+    answer._run.rests = lambda: True
+    moment, moments = 0, 1
+    while moment <= moments:
+        with Interrupt(moment, HOLDING) as interrupt:
+            engine.collect_dropped(at_once=True)
+        moments = moments if moment else interrupt.seen
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(device.capturing.acquire, False).result(), interrupt.where
+            pool.submit(device.capturing.release).result()
+        moment += 1
+    assert moments > 5
+
+
 def test_kind_l_o37_asyncio_callers_share_the_engine(engine):
     alone = engine.generate(PROMPT, max_tokens=12).result.text
 
@@ -400,9 +443,6 @@ def test_kind_l_o36_ctrl_c_at_any_moment_leaves_the_engine_usable_and_the_text_r
         moments = interrupted(0).seen
         for moment in range(1, moments + 1, moments // 20):
             interrupted(moment)
-
-
-HOLDING = ("/spmoe_lite/engine.py", "/spmoe_lite/generation.py")
 
 
 @pytest.mark.parametrize("what", ["next", "cancel", "close"])
