@@ -229,10 +229,9 @@ class Engine:
             stop=stop,
             wait=wait,
             cancel=cancel,
-            on_progress=on_progress,
             continues=continues,
         )
-        return Generation(run)
+        return Generation(run, on_progress)
 
     # --- one caller at a time ------------------------------------------------------------------
 
@@ -243,6 +242,9 @@ class Engine:
                 "the engine was loaded before this process was forked: load one here, in a process "
                 "started with multiprocessing's spawn method"
             )
+        holder = self._holder
+        if holder is not None and holder is not run:
+            holder.end_if_over()
         with self._lock:
             if self._closed:
                 raise BusyError("the engine is closed")

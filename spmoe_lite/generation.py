@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
@@ -66,15 +67,19 @@ class Generation:
     "cancelled". Leaving the loop early and dropping the object frees the engine at once.
     """
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, on_progress: OnProgress | None):
         self._run = run
+        self._on_progress = (
+            on_progress  # here, for it may keep this answer, as the engine keeps `run`
+        )
+        run.reader = weakref.ref(self)
 
     def __iter__(self) -> Generation:
         return self
 
     def __next__(self) -> str:
         self._run.acquire()
-        piece = self._run.advance()
+        piece = self._run.advance(self._on_progress)
         if piece is None:
             raise StopIteration
         return piece
@@ -85,7 +90,7 @@ class Generation:
     async def __anext__(self) -> str:
         await self._run.acquire_async()
         try:
-            piece = await asyncio.to_thread(self._run.advance)
+            piece = await asyncio.to_thread(self._run.advance, self._on_progress)
         except BaseException:
             self._run.cancel()  # the step under way ends the answer and frees the engine
             raise
@@ -138,7 +143,6 @@ class Run:
         stop: Sequence[str],
         wait: bool,
         cancel: threading.Event | None,
-        on_progress: OnProgress | None,
         continues: bool = False,
     ):
         self.cancelled = _Cancel(cancel)
@@ -150,7 +154,8 @@ class Run:
         self._stops = StopMatcher(stop)
         self._continues = continues  # the answer goes on in the prompt's text, space and all
         self._wait = wait
-        self._on_progress = on_progress
+        self._on_progress: OnProgress | None = None  # during a step
+        self.reader: weakref.ref[Generation] | None = None
         self._stepping = threading.Lock()  # one step at a time, from whatever thread
         self._stepper = 0  # that thread
         self._read_at = time.monotonic()  # last
@@ -192,12 +197,12 @@ class Run:
             raise BusyError(f"this {who} is reading another answer: finish or close that first")
         return False
 
-    def advance(self) -> str | None:
+    def advance(self, on_progress: OnProgress | None) -> str | None:
         """The next piece of text; None at the end. An exception is the end, too."""
         if self.in_step():
             raise BusyError("this answer is asked for its next piece from inside its own step")
         with self._stepping:
-            self._stepper = threading.get_ident()
+            self._stepper, self._on_progress = threading.get_ident(), on_progress
             try:
                 with cpu_by_default():
                     piece = next(self._steps, None)
@@ -206,7 +211,14 @@ class Run:
                 self._end()
                 raise
             finally:
-                self._stepper = 0  # and no call here, which Ctrl-C could follow
+                self._stepper, self._on_progress = (
+                    0,
+                    None,
+                )  # no call here, which Ctrl-C could follow
+        if piece is None:
+            self._engine.let_go(
+                self
+            )  # lent again to a reader that came as another one read the end
         self._end_if_cancelled()
         return piece
 
@@ -231,6 +243,12 @@ class Run:
         if not self.in_step():
             with self._stepping:
                 self._end()
+
+    def end_if_over(self) -> None:
+        """End it if its event was set between two steps, or Ctrl-C came as it was dropped."""
+        if self.reader is not None and self.reader() is None:
+            self.cancelled.set()
+        self._end_if_cancelled()
 
     def ends_within(self, seconds: float) -> bool:
         """Cancel it, and wait for the step under way; not from inside that step."""

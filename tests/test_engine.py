@@ -274,6 +274,58 @@ def test_an_answer_that_is_read_slowly_keeps_the_engine(engine, monkeypatch):
         assert other.result(10) == 5
 
 
+def test_an_answer_that_its_own_on_progress_keeps_does_not_keep_the_engine(engine):
+    class Window:
+        def __init__(self):
+            self.answer = engine.generate(PROMPT, max_tokens=30, on_progress=self.show)
+
+        def show(self, progress):
+            pass
+
+    next(Window().answer)
+    gc.collect()
+    assert engine.generate(PROMPT, max_tokens=5, wait=False).result.completion_tokens == 5
+
+
+def test_an_event_set_between_two_steps_frees_the_engine(engine):
+    stop = threading.Event()
+    answer = engine.generate(PROMPT, max_tokens=30, cancel=stop)
+    next(answer)
+    stop.set()
+    assert engine.generate(PROMPT, max_tokens=5, wait=False).result.completion_tokens == 5
+    assert answer.result.finish_reason == "cancelled"
+
+
+def test_an_answer_that_another_thread_reads_to_its_end_does_not_keep_the_engine(engine):
+    answer = engine.generate(PROMPT, max_tokens=6)
+    next(answer)
+    try_hold = engine.try_hold
+
+    def late(run, task):
+        engine.try_hold = try_hold
+        list(answer)
+        return try_hold(run, task)
+
+    engine.try_hold = late
+    assert list(answer) == []
+    assert engine.generate(PROMPT, max_tokens=5, wait=False).result.completion_tokens == 5
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_kind_l_o36_ctrl_c_at_any_moment_of_dropping_an_answer_frees_the_engine(engine):
+    moment, moments = 0, 1
+    while moment <= moments:
+        answer = engine.generate(PROMPT, max_tokens=6)
+        next(answer)
+        with Interrupt(moment, HOLDING) as interrupt:
+            del answer
+        moments = moments if moment else interrupt.seen
+        got = engine.generate(PROMPT, max_tokens=2, wait=False).result.completion_tokens
+        assert got == 2, interrupt.where
+        moment += 1
+    assert moments > 10
+
+
 def test_nobody_is_told_to_finish_an_answer_that_another_one_is_about_to_collect(
     engine, monkeypatch
 ):
