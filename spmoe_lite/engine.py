@@ -22,6 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn
@@ -74,6 +75,7 @@ class Engine:
         self._ending = False  # with the process
         self._process = os.getpid()
         self._closing = threading.RLock()
+        self.steppers = _steppers()
         _open.add(self)
 
     @property
@@ -324,6 +326,7 @@ class Engine:
                 )
         with self._closing:
             self._parts.close()
+            self.steppers = _steppers()  # the threads of those before end with them
 
     def _end_at_exit(self) -> None:
         """Cancel what a daemon thread reads, and wait for its step; the memory goes with the process."""
@@ -371,6 +374,14 @@ class Engine:
             "warnings": warnings(self.counters, drafting_paused, decoder.usefulness.paused),
             "notices": list(self.notices),
         }
+
+
+def _steppers() -> ThreadPoolExecutor:
+    """Where steps run for asyncio: one at a time, and beside it what ends without one.
+
+    In the loop's own pool they would wait behind callers who wait there for them.
+    """
+    return ThreadPoolExecutor(2, "spmoe-step")
 
 
 _open: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -8,6 +8,7 @@ is closed or is cancelled. In asyncio the same steps run in a worker thread, one
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 import time
 import weakref
@@ -90,7 +91,7 @@ class Generation:
     async def __anext__(self) -> str:
         await self._run.acquire_async()
         try:
-            piece = await asyncio.to_thread(self._run.advance, self._on_progress)
+            piece = await self._run.advance_async(self._on_progress)
         except BaseException:
             self._run.cancel()  # the step under way ends the answer and frees the engine
             raise
@@ -221,6 +222,13 @@ class Run:
             )  # lent again to a reader that came as another one read the end
         self._end_if_cancelled()
         return piece
+
+    async def advance_async(self, on_progress: OnProgress | None) -> str | None:
+        """The same in a thread of the engine's, in the caller's context."""
+        run = contextvars.copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(
+            self._engine.steppers, run, self.advance, on_progress
+        )
 
     def is_read(self) -> bool:
         """Whether somebody is inside a step."""

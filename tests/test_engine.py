@@ -380,6 +380,38 @@ def test_kind_l_o37_asyncio_callers_share_the_engine(engine):
     assert asyncio.run(both()) == [alone] * 3
 
 
+def test_kind_l_o37_callers_who_wait_in_the_loop_s_pool_do_not_hold_up_who_is_answered(engine):
+    """They may be as many as its threads."""
+    passes, threads = slow_down(engine, 10), set(threading.enumerate())
+
+    def ask():
+        return engine.generate(PROMPT, max_tokens=3).result.completion_tokens
+
+    async def read():
+        return len([piece async for piece in engine.generate(PROMPT, max_tokens=12)])
+
+    async def main():
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+        first = asyncio.create_task(read())
+        while not passes.begun.is_set():
+            await asyncio.sleep(0.01)
+        others = [asyncio.create_task(asyncio.to_thread(ask)) for _ in range(4)]
+        await asyncio.sleep(0.1)
+        passes.go.set()
+        try:
+            return await asyncio.wait_for(first, 10), await asyncio.gather(*others)
+        finally:
+            first.cancel()
+
+    pieces, counts = asyncio.run(main())
+    assert pieces and counts == [3] * 4
+    engine.close()
+    until = time.monotonic() + 10
+    while set(threading.enumerate()) - threads and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not set(threading.enumerate()) - threads
+
+
 def test_kind_l_o36_a_cancelled_task_frees_the_engine(engine):
     passes = slow_down(engine, 0.05)
 
