@@ -313,8 +313,10 @@ class Engine:
         """End what is running, stop the worker, free every byte. Idempotent, from any thread.
 
         BusyError from inside a step of an answer (`on_progress`, a signal handler): the step is
-        cancelled, and `close` can be called again when it has ended.
+        cancelled, and `close` can be called again when it has ended. In a forked child it does nothing.
         """
+        if self._process != os.getpid():  # a step under way stayed there, and will never end here
+            return
         with self._lock:
             self._closed = True
             holder = self._holder

@@ -971,6 +971,28 @@ def test_kind_l_o37_a_forked_child_is_told_and_its_parent_goes_on(engine):
     assert answer.result.completion_tokens == 6
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_an_engine_in_a_child_forked_during_a_step_is_left_without_waiting(engine):
+    passes = slow_down(engine, 60)
+    answer = engine.generate(PROMPT, max_tokens=6)
+    thread = threading.Thread(target=list, args=(answer,))
+    thread.start()
+    passes.begun.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        try:
+            engine.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    ended = os.waitpid(child, 0)[1]
+    passes.go.set()
+    thread.join()
+    assert ended == 0
+    assert answer.result.completion_tokens == 6
+
+
 def run_alone(code, packs):
     """`code` in a process of its own, which ends within a minute."""
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
