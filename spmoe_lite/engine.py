@@ -14,6 +14,7 @@ downloads anything.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import gc
 import operator
@@ -255,6 +256,7 @@ class Engine:
                     return False  # it waits, and goes with the process
                 raise BusyError("the process ends: the engine answers no more")
             if self._holder in (None, run):
+                task = task or _running_task()  # it may read this one without `async`
                 here = None if task is None else weakref.ref(task)
                 self._caller = threading.get_ident(), here  # who read last: pools change threads
                 self._holder = run
@@ -394,6 +396,13 @@ def _end_all() -> None:
     """A thread that is inside torch when the interpreter goes would abort the process."""
     for engine in list(_open):
         engine._end_at_exit()
+
+
+def _running_task() -> object | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no loop in this thread
+        return None
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:

@@ -442,6 +442,16 @@ def test_an_asyncio_task_is_not_left_waiting_for_itself(engine):
     assert engine.generate(PROMPT, max_tokens=5, wait=False).result.completion_tokens == 5
 
 
+def test_a_task_that_reads_without_async_is_not_left_waiting_for_itself(engine):
+    async def nested():
+        for _ in engine.generate(PROMPT, max_tokens=10):
+            async for _ in engine.generate(PROMPT, max_tokens=5):
+                pass
+
+    with pytest.raises(BusyError, match="this task"):
+        asyncio.run(asyncio.wait_for(nested(), 10))
+
+
 def test_a_task_cancelled_while_it_waits_leaves_the_engine_to_the_other(engine):
     passes = slow_down(engine, 60)
 
