@@ -70,9 +70,8 @@ class Generation:
 
     def __init__(self, run: Run, on_progress: OnProgress | None):
         self._run = run
-        self._on_progress = (
-            on_progress  # here, for it may keep this answer, as the engine keeps `run`
-        )
+        # Here, for it may keep this answer, as the engine keeps `run`.
+        self._on_progress = on_progress
         run.reader = weakref.ref(self)
 
     def __iter__(self) -> Generation:
@@ -212,14 +211,10 @@ class Run:
                 self._end()
                 raise
             finally:
-                self._stepper, self._on_progress = (
-                    0,
-                    None,
-                )  # no call here, which Ctrl-C could follow
-        if piece is None:
-            self._engine.let_go(
-                self
-            )  # lent again to a reader that came as another one read the end
+                # No call here, which Ctrl-C could follow.
+                self._stepper, self._on_progress = 0, None
+        if piece is None:  # lent again to a reader that came as another one read the end
+            self._engine.let_go(self)
         self._end_if_cancelled()
         return piece
 
