@@ -333,7 +333,7 @@ def _cures(asked: _Asked, least: int, budget: int, available: int) -> list[str]:
     if asked.slots > least and fewer.total <= budget:
         cures.append(f"lower --slots to {asked.slots_in(budget)}")
     if asked.total <= available:
-        cures.append(f"raise --vram to {math.ceil(asked.total / 1e7) / 100:.2f}GB")
+        cures.append(f"raise --vram to {math.ceil(asked.total / 1e6) / 1000:.3f}GB")
     if asked.kv_type != "int8" and coded.total <= budget:
         cures.append("use --kv-type int8")
     if asked.draft is not None and replace(asked, draft=None).total <= budget:

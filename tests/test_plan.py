@@ -135,6 +135,9 @@ def test_kind_i_o26_every_single_advice_of_a_refusal_works(
                 ((name, value),) = change.items()
                 with pytest.raises(CapacityError):
                     plan(**{name: value + 1})
+            if list(change) == ["budget"]:  # the smallest one, in whole megabytes
+                with pytest.raises(CapacityError):
+                    plan(budget=max(1, change["budget"] - 1_000_000))
 
 
 def changes_of(advice, whole):
