@@ -18,7 +18,7 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
@@ -77,12 +77,14 @@ class Usefulness:
 
 
 def count_recall(
-    store: ExpertStore, predictions: Iterable[tuple[int, int, list[int]]], accepted_rows: int
+    store: ExpertStore, predictions: Sequence[tuple[int, int, list[int]]], accepted_rows: int
 ) -> None:
     """Compare predictions (layer, row, experts best first) with what the pass's accepted rows used.
 
     Called before the store's `end_pass`.
     """
+    if not predictions:
+        return
     counters, trace = store.counters, store.trace
     for layer, row, experts in predictions:
         if row >= accepted_rows or layer not in trace:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -158,27 +158,26 @@ class ExpertStore:
     def _land(self, layer: int, experts: list[int]) -> Iterator[torch.Tensor]:
         """A group of experts through landing slots, whose last readers the copies wait for."""
         assert self._host is not None
-        slots = []
+        slots, stride = [], self._pack.expert_layout.stride
         for expert in experts:
             slots.append(self._landing[self._landed % len(self._landing)])
             self._landed += 1
             source = self._host.address(layer, expert)
             assert source is not None
-            self._slab.fill_from(slots[-1], source)
+            self._slab.fill_pieces(slots[-1], [(0, source, stride)])
         with self._lock:
             self.counters.loads += len(experts)
-            self.counters.bytes_moved += len(experts) * self._pack.expert_layout.stride
+            self.counters.bytes_moved += len(experts) * stride
         yield self._use(experts, slots)
         self._slab.mark_read(slots)
 
     def end_pass(self, accepted_rows: int) -> None:
         """The first `accepted_rows` rows of the pass stay: refresh recency from them, count their hits."""
         with self._lock:
-            for row in range(accepted_rows):
-                self._position += 1
-                for layer, rows in self.trace.items():
-                    for expert in rows[row]:
-                        self.table.credit((layer, expert), self._position)
+            for layer, rows in self._routed.items():
+                for expert, row in _last_uses(rows, accepted_rows):
+                    self.table.credit((layer, expert), self._position + row + 1)
+            self._position += accepted_rows
             if not self._prefill:
                 self._count_hits(accepted_rows)
             self._layer = -1
@@ -471,3 +470,16 @@ class ExpertStore:
             self.counters.access_hits += sum(key not in self._missed for key in chosen)
             self.counters.unique += len(set(chosen))
             self.counters.unique_hits += len(set(chosen) - self._missed)
+
+
+def _last_uses(rows: torch.Tensor | list[list[int]], accepted: int) -> Iterable[tuple[int, int]]:
+    """(expert, the last of the first `accepted` rows that chose it); rows are the ids [T, k] of each.
+
+    Those of a prompt stay an array: Python's collector runs for as many lists as that has rows and layers.
+    """
+    if not isinstance(rows, torch.Tensor):
+        return {expert: row for row, ids in enumerate(rows[:accepted]) for expert in ids}.items()
+    ids = rows[:accepted].cpu().numpy()
+    last = np.full(ids.max(initial=0) + 1, -1)
+    np.maximum.at(last, ids, np.arange(len(ids))[:, None])
+    return ((expert, row) for expert, row in enumerate(last.tolist()) if row >= 0)

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from spmoe_lite.errors import Cancelled
+from spmoe_lite.prefetch import count_recall
 from spmoe_lite.slots import SlotTable
 from spmoe_lite.stats import Counters
-from spmoe_lite.store import ExpertStore
+from spmoe_lite.store import ExpertStore, _last_uses
 from tests.interrupt import Interrupt
 
 STRIDE = 64
@@ -60,6 +61,11 @@ class FakeStreamSlab:
 
     def fill_from(self, slot, source, go_on=None):
         self.fill(slot, lambda out, offset: out.fill(source), go_on)
+
+    def fill_pieces(self, slot, pieces):
+        ((offset, source, size),) = pieces
+        assert (offset, size) == (0, STRIDE)
+        self.fill_from(slot, source)
 
     def arrived(self, slot):
         return slot not in self.in_flight
@@ -225,10 +231,22 @@ def test_a_sweep_serves_every_expert_once_and_takes_no_slot_from_decoding(num_sl
             assert sorted(seen) == list(range(8))
         if num_slots < 24 or turn:
             assert table.residents() == held and store.counters.loads - loads == 24 - len(held)
-        assert [store.trace[layer] for layer in range(3)] == ids
+        count_recall(store, [], rows)
         store.end_pass(rows)
+        assert all(isinstance(one, torch.Tensor) for one in store._routed.values())  # no lists
+        assert [store.trace[layer] for layer in range(3)] == ids
         assert not slab.unread - set(range(num_slots)) and not table._held
         assert all(table.last_used[layer, e] >= 0 for layer in range(3) for e in range(8))
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 9])
+def test_last_uses_are_those_of_the_accepted_rows_wherever_the_ids_lie(accepted):
+    rows = np.random.default_rng(accepted).integers(0, 8, (9, 2)).tolist()
+    last = {}
+    for row, ids in enumerate(rows[:accepted]):
+        last.update(dict.fromkeys(ids, row))
+    for ids in (rows, torch.tensor(rows, dtype=torch.int32)):
+        assert dict(_last_uses(ids, accepted)) == last
 
 
 def test_resident_experts_are_served_first_and_each_is_copied_once():
