@@ -185,18 +185,18 @@ def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return staged.to(device, non_blocking=staged.is_pinned())
 
 
-def read_back(values: torch.Tensor) -> Any:
-    """`values.tolist()`, during whose wait other threads may still order copies.
+def read_back(values: torch.Tensor) -> torch.Tensor:
+    """`values` in host memory; while this waits for them other threads may still order copies.
 
     A copy to ordinary memory does not let them: they wait until the device has come to it.
     """
     if not values.is_cuda:
-        return values.tolist()
+        return values
     there, arrived = host_buffer(tuple(values.shape), values.dtype), torch.cuda.Event()
     there.copy_(values, non_blocking=True)
     arrived.record()
     arrived.synchronize()
-    return there.tolist()
+    return there
 
 
 def bus_rate(device: torch.device) -> float:

@@ -200,7 +200,7 @@ class DraftSteps:
                 proposal.append(pick(logits[0], [*tokens, *proposal]))
                 self.passes.put(i, proposal[i])
         if pick is None:
-            proposal = read_back(self._params[IDS + 2 : IDS + 2 + count])
+            proposal = read_back(self._params[IDS + 2 : IDS + 2 + count]).tolist()
         return proposal
 
     def _fetch(self, i: int) -> tuple[torch.Tensor, torch.cuda.Event]:

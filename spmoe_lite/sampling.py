@@ -170,7 +170,7 @@ def _ids(tokens: Iterable[int], device: torch.device) -> torch.Tensor:
 
 def _read(tokens: torch.Tensor, finite: torch.Tensor) -> tuple[list[int], list[bool]]:
     """Both [T] on the host, in one copy."""
-    both: list[list[int]] = read_back(torch.stack((tokens, finite.long())))
+    both: list[list[int]] = read_back(torch.stack((tokens, finite.long()))).tolist()
     return both[0], [bool(one) for one in both[1]]
 
 

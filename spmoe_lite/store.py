@@ -133,8 +133,9 @@ class ExpertStore:
         if sweep:
             self._routed[layer], wanted = experts, list(range(self.table.num_experts))
         else:
-            self._routed[layer] = rows = read_back(experts)
-            wanted = sorted({expert for row in rows for expert in row})
+            ids = read_back(experts)
+            self._routed[layer] = ids if self._prefill else ids.tolist()
+            wanted = sorted(set(ids.flatten().tolist()))
         ready, arriving, missing = self._sort_out(layer, wanted)
         passing: list[int] = []
         if sweep and self._landing:

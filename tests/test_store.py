@@ -249,6 +249,16 @@ def test_last_uses_are_those_of_the_accepted_rows_wherever_the_ids_lie(accepted)
         assert dict(_last_uses(ids, accepted)) == last
 
 
+def test_a_prompt_whose_layers_the_host_serves_makes_no_list_for_each_row_either():
+    rng = np.random.default_rng(0)
+    store, pack, slab = make(12)
+    ids = random_ids(rng, rows=40)
+    run_pass(store, slab, ids)
+    store.end_pass(40)
+    assert all(isinstance(one, torch.Tensor) for one in store._routed.values())
+    assert [store.trace[layer] for layer in range(3)] == ids
+
+
 def test_resident_experts_are_served_first_and_each_is_copied_once():
     store, pack, slab = make(12)
     run_pass(store, slab, [[[0, 1]], [[0, 1]], [[0, 1]]])
