@@ -18,7 +18,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
-from spmoe_lite.errors import BusyError, CapacityError, DamagedError, SpmoeError
+from spmoe_lite.errors import BusyError, CapacityError, DamagedError, SpmoeError, is_out_of_memory
 
 PARTIAL = ".partial"  # behind the name of what is not finished: a file, or a conversion's folder
 LOCK = ".lock"
@@ -114,11 +114,21 @@ class DiskFull(CapacityError):
 
 @contextlib.contextmanager
 def making(what: str, remedy: str) -> Iterator[None]:
-    """A full disk's message names what was being made, and its own remedy; the outermost has the word."""
+    """A full disk's message names what was being made, and its own remedy; the outermost has the word.
+
+    Where RAM is what ran out, that is said in the same way.
+    """
     try:
         yield
     except DiskFull as error:
         raise DiskFull(error.fact, what, remedy) from error
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise CapacityError(
+            f"out of memory: {what} is not finished; end other programs, or raise this one's limit "
+            f"(ulimit -v), and run the same command again"
+        ) from error
 
 
 def disk_error(error: OSError, path: Path | str, verb: str) -> SpmoeError:

@@ -30,6 +30,7 @@ from spmoe_lite.errors import (
 )
 from spmoe_lite.manifest import Dtypes
 from spmoe_lite.pack import Pack, view_weight
+from spmoe_lite.pack_writer import PackWriter
 from spmoe_lite.progress import Progress
 from spmoe_lite.quant import QuantizedMatrix
 from tests import stub_hub, tiny
@@ -195,6 +196,27 @@ def test_kind_j_o28_a_full_disk_is_one_line_and_can_go_on(
     monkeypatch.undo()
     convert(tmix, out=out)
     assert contents(out) == contents(convert(tmix, out=tmp_path / "tmix.spmoe").path)
+
+
+def test_ram_that_is_refused_is_one_line_of_the_library_too(
+    tmix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_layer(*_: Any) -> None:
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    old = tiny.tiny_pack(tmp_path)
+    before = contents(old)
+    with monkeypatch.context() as patch:
+        patch.setattr(PackWriter, "write_layer", write_layer)
+        for made, call in (
+            ("the pack o", lambda: convert(tmix, out=tmp_path / "o.spmoe")),
+            (f"the repacked {old.stem}", lambda: repack(old, experts="bf16")),
+        ):
+            with pytest.raises(CapacityError, match=f"^out of memory: {made} is not finished; end"):
+                call()
+    assert contents(old) == before
+    convert(tmix, out=tmp_path / "o.spmoe")
+    assert not repack(old, experts="bf16").already_there
 
 
 def test_no_permission_is_one_line(
