@@ -176,6 +176,8 @@ class ExpertStore:
         """The first `accepted_rows` rows of the pass stay: refresh recency from them, count their hits."""
         with self._lock:
             for layer, rows in self._routed.items():
+                if isinstance(rows, torch.Tensor):
+                    self._routed[layer] = rows = rows.cpu()  # until the next pass: in host memory
                 for expert, row in _last_uses(rows, accepted_rows):
                     self.table.credit((layer, expert), self._position + row + 1)
             self._position += accepted_rows
@@ -474,13 +476,13 @@ class ExpertStore:
 
 
 def _last_uses(rows: torch.Tensor | list[list[int]], accepted: int) -> Iterable[tuple[int, int]]:
-    """(expert, the last of the first `accepted` rows that chose it); rows are the ids [T, k] of each.
+    """(expert, the last of the first `accepted` rows that chose it); rows [T, k] are ids on the host.
 
     Those of a prompt stay an array: Python's collector runs for as many lists as that has rows and layers.
     """
     if not isinstance(rows, torch.Tensor):
         return {expert: row for row, ids in enumerate(rows[:accepted]) for expert in ids}.items()
-    ids = rows[:accepted].cpu().numpy()
+    ids = rows[:accepted].numpy()
     last = np.full(ids.max(initial=0) + 1, -1)
     np.maximum.at(last, ids, np.arange(len(ids))[:, None])
     return ((expert, row) for expert, row in enumerate(last.tolist()) if row >= 0)

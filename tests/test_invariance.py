@@ -448,17 +448,22 @@ def test_prefix_of_the_last_conversation_is_not_computed_again(packs):
 
 def test_experts_of_rejected_positions_get_no_credit(packs):
     with Engine.load(packs["target"], packs["other"], device="cpu", slots=9) as engine:
-        store, credited = engine.decoder.store, []
-        real = store.table.credit
-        store.table.credit = lambda key, position: (
-            credited.append((key, position)),
-            real(key, position),
-        )
+        store, used, accepted = engine.decoder.store, {}, []
+        real = store.end_pass
+
+        def end_pass(count):  # as it is defined, row by row
+            for row in range(count):
+                accepted.append(row)
+                for layer, rows in store.trace.items():
+                    used.update(((layer, expert), len(accepted)) for expert in rows[row])
+            real(count)
+
+        store.end_pass = end_pass
         got = engine.generate(PROMPT, max_tokens=30).result
         assert got.stats.acceptance < 0.2
-        rows = len(PROMPT) + got.completion_tokens - 1  # the newest token is in no cache
-        assert max(position for _, position in credited) == rows
-        assert len(credited) == rows * 3 * 2  # layers x choices, once per accepted row
+        # the newest token is in no cache
+        assert len(accepted) == len(PROMPT) + got.completion_tokens - 1 == store.position
+        assert store.table.last_used == used
 
 
 def test_two_engines_live_side_by_side(packs, plain):

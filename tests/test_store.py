@@ -201,8 +201,17 @@ class FakeHost:
         return 16 * layer + expert
 
 
+def end_without_lists(store, rows, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            ExpertStore, "trace", property(lambda store: pytest.fail("a list for each row"))
+        )
+        count_recall(store, [], rows)
+        store.end_pass(rows)
+
+
 @pytest.mark.parametrize("num_slots", [3, 6, 9, 24])
-def test_a_sweep_serves_every_expert_once_and_takes_no_slot_from_decoding(num_slots):
+def test_a_sweep_serves_every_expert_once_and_takes_no_slot_from_decoding(num_slots, monkeypatch):
     """Through landing slots, across layers, with passes of decoding between; rows are read later."""
     rng, rows = np.random.default_rng(num_slots), 64  # x 2 choices: 16 for each expert
     store, pack, slab = make(num_slots)
@@ -231,9 +240,7 @@ def test_a_sweep_serves_every_expert_once_and_takes_no_slot_from_decoding(num_sl
             assert sorted(seen) == list(range(8))
         if num_slots < 24 or turn:
             assert table.residents() == held and store.counters.loads - loads == 24 - len(held)
-        count_recall(store, [], rows)
-        store.end_pass(rows)
-        assert all(isinstance(one, torch.Tensor) for one in store._routed.values())  # no lists
+        end_without_lists(store, rows, monkeypatch)
         assert [store.trace[layer] for layer in range(3)] == ids
         assert not slab.unread - set(range(num_slots)) and not table._held
         assert all(table.last_used[layer, e] >= 0 for layer in range(3) for e in range(8))
@@ -249,14 +256,10 @@ def test_last_uses_are_those_of_the_accepted_rows_wherever_the_ids_lie(accepted)
         assert dict(_last_uses(ids, accepted)) == last
 
 
-def test_a_prompt_whose_layers_the_host_serves_makes_no_list_for_each_row_either():
-    rng = np.random.default_rng(0)
+def test_a_prompt_whose_layers_the_host_serves_makes_no_list_for_each_row_either(monkeypatch):
     store, pack, slab = make(12)
-    ids = random_ids(rng, rows=40)
-    run_pass(store, slab, ids)
-    store.end_pass(40)
-    assert all(isinstance(one, torch.Tensor) for one in store._routed.values())
-    assert [store.trace[layer] for layer in range(3)] == ids
+    run_pass(store, slab, random_ids(np.random.default_rng(0), rows=40))
+    end_without_lists(store, 40, monkeypatch)
 
 
 def test_resident_experts_are_served_first_and_each_is_copied_once():
