@@ -174,10 +174,11 @@ class ExpertStore:
 
     def end_pass(self, accepted_rows: int) -> None:
         """The first `accepted_rows` rows of the pass stay: refresh recency from them, count their hits."""
+        for layer, rows in self._routed.items():
+            if isinstance(rows, torch.Tensor):
+                self._routed[layer] = read_back(rows)
         with self._lock:
             for layer, rows in self._routed.items():
-                if isinstance(rows, torch.Tensor):
-                    self._routed[layer] = rows = rows.cpu()  # until the next pass: in host memory
                 for expert, row in _last_uses(rows, accepted_rows):
                     self.table.credit((layer, expert), self._position + row + 1)
             self._position += accepted_rows
