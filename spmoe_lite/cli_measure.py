@@ -37,6 +37,7 @@ from spmoe_lite.cli_shared import (
     pair_name,
     read_prompt,
     show_log,
+    typed,
 )
 from spmoe_lite.errors import NotFoundError, SpmoeError, UsageError
 from spmoe_lite.progress import digits, size
@@ -207,6 +208,7 @@ def _profile_rows(measured: Profile, expert_bytes: int) -> list[list[str]]:
     "--policy",
     type=Several(click.STRING),
     multiple=True,
+    allow_from_autoenv=False,  # elsewhere SPMOE_POLICY is one of two
     metavar="NAME,...",
     help="Policies to measure, or all; on-demand,global-lru,ours,all-resident if not given.",
 )
@@ -360,16 +362,17 @@ def bench_packs(
     given["vram"] = [one.strip() for one in given["vram"].split(",")]
     pair = None
     if synthetic is None:
-        only = {"--experts": experts, "--layers": layers, "--folder": folder}
-        for flag, value in (only | {"--acceptance": given["acceptance"]}).items():
-            if value is not None:
-                raise UsageError(f"{flag} {value}: with --synthetic only")
+        given["acceptance"] = typed("acceptance", given["acceptance"])  # else `plan` is meant
+        only = {"experts": experts, "layers": layers, "folder": folder}
+        for name, value in (only | {"acceptance": given["acceptance"]}).items():
+            if typed(name, value) is not None:
+                raise UsageError(f"--{name} {value}: with --synthetic only")
         target, draft_path = choose(pack, model, draft, offer=False)
         note(pair_name(target, draft_path))
     else:
         from spmoe_lite.synthetic import Pair
 
-        if named := pack or model or draft:
+        if named := pack or typed("model", model) or typed("draft", draft):
             raise UsageError(f"--synthetic {synthetic} brings its own packs: leave out {named}")
         pair = Pair.of(synthetic, layers=layers, experts=experts or "int4")
         count = pair.target.num_hidden_layers * pair.target.num_local_experts
@@ -532,6 +535,7 @@ def tune(pack: str | None, device: str, as_json: bool) -> None:
 @click.option(
     "--policy",
     type=Several(click.STRING),
+    allow_from_autoenv=False,  # elsewhere SPMOE_POLICY is one of two
     metavar="NAME,...",
     default="",
     help="Policies to try; all if not given.",

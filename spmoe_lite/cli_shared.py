@@ -27,6 +27,11 @@ def source_of(ctx: click.Context, name: str) -> str:
     return source.name if source is not None else ""
 
 
+def typed(name: str, value: Any) -> Any:
+    """`value` if its option was typed, else None: what the environment has is there for every command."""
+    return value if source_of(click.get_current_context(), name) == "COMMANDLINE" else None
+
+
 def show_log() -> None:
     """The library's warnings as dim remarks on stderr; with --debug its whole log."""
     import logging
@@ -61,12 +66,7 @@ def choose(
     pack: str | None, model: str | None, draft: str | None, *, offer: bool
 ) -> tuple[Path, Path | None]:
     """The packs to run: what was named, else the one used last, else an offer to make one."""
-    if (
-        pack
-        and model
-        and click.get_current_context().get_parameter_source("model")
-        == (click.core.ParameterSource.COMMANDLINE)
-    ):
+    if pack and model and typed("model", model):
         raise UsageError(f"two models: {pack} and {model}")
     draft_path = find_pack(draft) if draft else None
     named = model if pack is None else pack

@@ -27,6 +27,7 @@ from spmoe_lite.cli_shared import (
     pair_name,
     read_prompt,
     show_log,
+    typed,
 )
 from spmoe_lite.errors import UnsupportedError, UsageError
 from spmoe_lite.terminal import note
@@ -145,11 +146,13 @@ def run(
     """
     from spmoe_lite.repl import answer_filter
 
-    text = read_prompt(prompt, prompt_file)
+    prompts = [typed("prompt", prompt), typed("prompt_file", prompt_file)]
+    text = read_prompt(*prompts if prompts != [None, None] else (prompt, prompt_file))
     if not text and not raw:
         raise UsageError("the prompt is empty")
-    for flag in ("system_prompt", "template"):
-        if raw and given[flag]:
+    for flag in ("system_prompt", "template") if raw else ():
+        given[flag] = typed(flag, given[flag])
+        if given[flag]:
             raise UsageError(f"--{flag.replace('_', '-')} needs a chat template; --raw uses none")
     _check_sampling(given)
     show_log()
@@ -163,7 +166,7 @@ def run(
         with terminal.interruptible() as cancel, terminal.ProgressDisplay() as progress:
             limits |= {"sampling": sampling, "cancel": cancel, "on_progress": progress}
             if raw or engine.template is None:
-                if given["system_prompt"]:
+                if typed("system_prompt", given["system_prompt"]):
                     raise UsageError(
                         f"--system-prompt needs a chat template; {pack_name(target)} has none, "
                         f"--template FILE gives one"

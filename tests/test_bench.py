@@ -413,6 +413,22 @@ def test_bad_input_is_one_line(found_packs, capsys, tmp_path, args, said):
     assert said in capsys.readouterr().err.splitlines()[-1] and Engine.loaded == []
 
 
+def test_what_is_set_for_other_commands_refuses_no_benchmark(found_packs, monkeypatch, capsys):
+    for name, value in {
+        "SPMOE_POLICY": "layer-lru",  # of `run`
+        "SPMOE_EXPERTS": "int4",  # of `convert`
+        "SPMOE_ACCEPTANCE": "0.9",  # of `plan`
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert spmoe("bench", "mix", "--slots", "8", "--max-tokens", "8", "--repeats", "2") == 0
+    out, err = capsys.readouterr()
+    assert {line.split()[0] for line in out.splitlines()[1:3]} == {"on-demand", "global-lru"}
+    assert "acceptance forced" not in err
+    monkeypatch.setenv("SPMOE_DRAFT", "dr")
+    assert spmoe("bench", "--synthetic", "tiny", "--slots", "1") == 2
+    assert "--slots 1: 2 to" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")

@@ -533,6 +533,27 @@ def test_options_come_from_the_environment_and_flags_win(engine, typed, monkeypa
     assert engine.loaded[1]["target"] == Path("other.spmoe")
 
 
+def test_what_is_set_for_all_commands_contradicts_nothing_that_is_typed(
+    engine, typed, monkeypatch, capsys, tmp_path
+):
+    (tmp_path / "asked").write_text("from a file")
+    monkeypatch.setenv("SPMOE_PROMPT", "set")
+    monkeypatch.setenv("SPMOE_SYSTEM_PROMPT", "Be brief.")
+    monkeypatch.setenv("SPMOE_TEMPLATE", "t.jinja")
+    assert spmoe("run", "mix") == 0
+    assert seen(capsys)[0] == "You said: set\n"
+    assert spmoe("run", "mix", "--raw", "-f", str(tmp_path / "asked")) == 0
+    assert seen(capsys)[0] == "You said: raw from a file\n"
+    assert [loaded["template"] for loaded in engine.loaded] == [Path("t.jinja"), None]
+    engine.template = None
+    assert spmoe("run", "mix", "-p", "hi") == 0
+    assert seen(capsys)[0] == "You said: raw hi\n"
+    monkeypatch.setenv("SPMOE_FILE", str(tmp_path / "asked"))
+    assert spmoe("run", "mix", "-p", "hi") == 0
+    assert spmoe("run", "mix") == 2  # neither goes before the other
+    assert "two prompts" in seen(capsys)[1][-1]
+
+
 def test_every_option_has_the_variable_of_its_first_long_name():
     import click
 

@@ -368,7 +368,10 @@ def file(tmp_path):
     return str(tmp_path / "t.jsonl")
 
 
-def test_the_command_shows_a_table(file, capsys):
+def test_the_command_shows_a_table(file, capsys, monkeypatch):
+    monkeypatch.setenv("SPMOE_POLICY", "layer-lru")  # of `run`
+    assert spmoe("replay", file) == 0
+    assert capsys.readouterr().out.count("belady") > 2
     assert spmoe("replay", file, "--slots", "4, 6", "--policy", "static,layer-lru,prefetch") == 0
     out, err = capsys.readouterr()
     head, *rows = [line.split() for line in out.splitlines()]
