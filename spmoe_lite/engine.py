@@ -209,9 +209,11 @@ class Engine:
         if not tokens:
             raise UsageError("the prompt is empty")
         if len(tokens) >= self.ctx_size:
+            longest = self.target_pack.config.max_position_embeddings
+            more = " or raise --ctx-size" if len(tokens) < longest else ", the model takes no more"
             raise CapacityError(
                 f"the prompt has {len(tokens)} tokens, the context {self.ctx_size}, one of them for "
-                f"the answer: shorten the prompt or raise --ctx-size"
+                f"the answer: shorten the prompt{more}"
             )
         if bad := next((t for t in tokens if not 0 <= t < self.num_tokens), None):
             raise UsageError(f"token id {bad} is outside the vocabulary of {self.num_tokens}")

@@ -1109,6 +1109,18 @@ def test_prompts_that_cannot_be_answered(engine, prompt, error):
     assert engine.generate(PROMPT, max_tokens=2).result.completion_tokens == 2
 
 
+def test_a_longer_context_is_advised_where_the_model_takes_one(packs):
+    with Engine.load(packs[0], device="cpu", ctx_size=300) as engine:
+        longest = engine.target_pack.config.max_position_embeddings
+        for length, advice in {
+            300: "shorten the prompt or raise --ctx-size",
+            longest - 1: "shorten the prompt or raise --ctx-size",
+            longest: "shorten the prompt, the model takes no more",
+        }.items():
+            with pytest.raises(CapacityError, match=f"has {length} tokens, .*: {advice}$"):
+                engine.generate([1] * length)
+
+
 def test_prompts_of_any_whole_numbers(engine):
     expected = engine.generate(PROMPT, max_tokens=4).result.token_ids
     for prompt in (tuple(PROMPT), np.array(PROMPT, dtype=np.uint16), torch.tensor(PROMPT)):
