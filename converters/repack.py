@@ -599,8 +599,9 @@ def _stated_dtypes(config: ModelConfig, source: PackedCheckpoint, recipe: Recipe
 def _num_tokens(label: str, texts: dict[str, bytes], config: ModelConfig) -> int:
     """Entries of the tokenizer, which must load and fit the rows of the embeddings."""
     with contextlib.ExitStack() as stack:
-        with naming(Path("temporary folder"), "write"):
+        with naming(Path("a temporary folder"), "write"):
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="spmoe-"))
+        with naming(Path(folder), "write"):
             for name, data in texts.items():
                 (Path(folder) / name).write_bytes(data)
         try:

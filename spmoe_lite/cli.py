@@ -156,7 +156,8 @@ def cli() -> None:
     which experts to fetch; the target verifies, so the text is exactly the target's.
 
     Packs live in the user data folder; SPMOE_HOME moves it. Every option can be set in the environment
-    as SPMOE_ and its first long name: SPMOE_DRAFT, SPMOE_CTX_SIZE.
+    as SPMOE_ and its first long name: SPMOE_DRAFT, SPMOE_CTX_SIZE. --json and --policy of bench, --policy of
+    replay cannot: other commands mean something else by these names.
 
     Exit codes: 0 fine, 1 error, 2 usage, 3 not found, 4 does not fit, 5 not supported, 6 damaged file,
     7 network, 8 busy, 130 interrupted.

@@ -171,6 +171,10 @@ def run(
                         f"--system-prompt needs a chat template; {pack_name(target)} has none, "
                         f"--template FILE gives one"
                     )
+                if given["system_prompt"]:
+                    note(
+                        f"SPMOE_SYSTEM_PROMPT is not used: {pack_name(target)} has no chat template"
+                    )
                 answer = engine.generate(text, **limits)
             else:
                 answer = engine.chat(_messages(given["system_prompt"], text), **limits)

@@ -547,7 +547,8 @@ def test_what_is_set_for_all_commands_contradicts_nothing_that_is_typed(
     assert [loaded["template"] for loaded in engine.loaded] == [Path("t.jinja"), None]
     engine.template = None
     assert spmoe("run", "mix", "-p", "hi") == 0
-    assert seen(capsys)[0] == "You said: raw hi\n"
+    out, err = seen(capsys)
+    assert out == "You said: raw hi\n" and "SPMOE_SYSTEM_PROMPT is not used" in "".join(err)
     monkeypatch.setenv("SPMOE_FILE", str(tmp_path / "asked"))
     assert spmoe("run", "mix", "-p", "hi") == 0
     assert spmoe("run", "mix") == 2  # neither goes before the other
