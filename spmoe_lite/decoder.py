@@ -29,7 +29,7 @@ from spmoe_lite.cutoff import Drift, copies_queued, cutoff_layer, expected_copie
 from spmoe_lite.device import current, end_of_work
 from spmoe_lite.draftgraphs import DraftSteps
 from spmoe_lite.drafting import DraftLength
-from spmoe_lite.errors import CapacityError, is_out_of_memory
+from spmoe_lite.errors import memory_for
 from spmoe_lite.graphs import Found, StepGraphs
 from spmoe_lite.model import OnAttention, Transformer
 from spmoe_lite.prefetch import Prefetcher, Usefulness, count_recall
@@ -165,22 +165,17 @@ class Decoder:
 
         What ends here by an error may still run: the next one waits for it, on whichever stream it comes.
         """
-        try:
-            with current(self.target.device):
-                left, self._left_running = self._left_running, None
-                if left is not None:
-                    torch.cuda.current_stream().wait_event(left)
-                try:
-                    yield
-                except BaseException:
-                    self._left_running = end_of_work(self.target.device)
-                    raise
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+        device = self.target.device
+        no_room = f"{device} has no room left for a pass: lower --vram or --ctx-size"
+        with memory_for(no_room), current(device):
+            left, self._left_running = self._left_running, None
+            if left is not None:
+                torch.cuda.current_stream().wait_event(left)
+            try:
+                yield
+            except BaseException:
+                self._left_running = end_of_work(device)
                 raise
-            raise CapacityError(
-                f"{self.target.device} has no room left for a pass: lower --vram or --ctx-size"
-            ) from error
 
     def _to_draft(self, room: int) -> int:
         """Drafts of a captured step: all or none."""

@@ -194,7 +194,7 @@ def read_back(values: torch.Tensor) -> torch.Tensor:
         return values
     there, arrived = host_buffer(tuple(values.shape), values.dtype), torch.cuda.Event()
     there.copy_(values, non_blocking=True)
-    arrived.record()
+    arrived.record(torch.cuda.current_stream(values.device))  # the caller's device may be another
     arrived.synchronize()
     return there
 

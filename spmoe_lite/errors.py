@@ -4,6 +4,9 @@ Every message is one line: it names the file, tensor, layer or flag, gives the n
 to do next. `assert` is kept for our own bugs. Codes 0 (fine) and 130 (interrupted) follow the shell.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class SpmoeError(Exception):
     """Something went wrong that the message explains; the base of all errors below."""
@@ -63,3 +66,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether Python, or torch on any device, found no memory: for RAM torch has no class of its own."""
     told = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
     return told or isinstance(error, MemoryError)
+
+
+@contextmanager
+def memory_for(message: str) -> Iterator[None]:
+    """`CapacityError(message)` where what is done inside finds no memory."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise CapacityError(message) from error

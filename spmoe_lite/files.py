@@ -18,7 +18,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
-from spmoe_lite.errors import BusyError, CapacityError, DamagedError, SpmoeError, is_out_of_memory
+from spmoe_lite.errors import BusyError, CapacityError, DamagedError, SpmoeError, memory_for
 
 PARTIAL = ".partial"  # behind the name of what is not finished: a file, or a conversion's folder
 LOCK = ".lock"
@@ -118,17 +118,14 @@ def making(what: str, remedy: str) -> Iterator[None]:
 
     Where RAM is what ran out, that is said in the same way.
     """
-    try:
-        yield
-    except DiskFull as error:
-        raise DiskFull(error.fact, what, remedy) from error
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise CapacityError(
-            f"out of memory: {what} is not finished; end other programs, or raise this one's limit "
-            f"(ulimit -v), and run the same command again"
-        ) from error
+    with memory_for(
+        f"out of memory: {what} is not finished; end other programs, or raise this one's limit "
+        f"(ulimit -v), and run the same command again"
+    ):
+        try:
+            yield
+        except DiskFull as error:
+            raise DiskFull(error.fact, what, remedy) from error
 
 
 def disk_error(error: OSError, path: Path | str, verb: str) -> SpmoeError:

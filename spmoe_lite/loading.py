@@ -46,7 +46,7 @@ from spmoe_lite.errors import (
     DamagedError,
     SpmoeError,
     UsageError,
-    is_out_of_memory,
+    memory_for,
 )
 from spmoe_lite.graphs import ResidentExperts, StepGraphs
 from spmoe_lite.hostmap import HostMap, default_pin
@@ -358,16 +358,12 @@ class Loader:
         self, pack: Pack, slots: int, context: int, counters: Counters, places: int
     ) -> tuple[Transformer, ExpertStore | None]:
         parts, device = self.parts, self.parts.device
-        try:
+        with memory_for(
+            f"the weights of {pack.name} do not fit on {device}; free some of its memory, or repack "
+            f"with --dense int8"
+        ):
             tensors = pack.load_dense(device, on_progress=self.on_progress, cancel=self.cancel)
             fit_dense(device, pack.name, tensors)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise CapacityError(
-                f"the weights of {pack.name} do not fit on {device}; free some of its memory, or repack "
-                f"with --dense int8"
-            ) from error
         if not pack.config.is_moe:
             return Transformer(pack.config, tensors, context), None
         c, layout = pack.config, pack.expert_layout

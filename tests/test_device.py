@@ -231,3 +231,24 @@ def test_what_is_sent_may_change_afterwards(monkeypatch):
         assert there.tolist() == [0, 1, 2] and sent[-1] == (there.data_ptr(), pinned)
         assert there.data_ptr() != values.data_ptr()
     assert device.send(values, CPU) is values
+
+
+def test_what_is_read_back_is_waited_for_on_its_own_gpu(monkeypatch):
+    """A thread's current device may be another: an event of that one's stream says nothing of the copy."""
+    waited = []
+
+    class Values(torch.Tensor):
+        is_cuda, device = True, torch.device("cuda", 1)
+
+    class Event:
+        def record(self, stream="of the current device"):
+            self.stream = stream
+
+        def synchronize(self):
+            waited.append(self.stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"of {device}")
+    values = torch.tensor([[3, 1], [0, 2]]).as_subclass(Values)
+    there = device.read_back(values)
+    assert there.tolist() == [[3, 1], [0, 2]] and waited == ["of cuda:1"]
