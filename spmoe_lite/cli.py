@@ -58,19 +58,27 @@ def run_command(args: list[str]) -> int:
         return _fail(f"{message}; see {command} --help", error.exit_code, state)
     except SpmoeError as error:
         return _fail(str(error), error.exit_code, state)
-    except OSError as error:  # of a place where the library does not expect one, or of stdout
+    except BaseException as error:  # a library's panic is not an Exception
+        if not is_out_of_memory(error):
+            return _fail_unforeseen(error, state)
+        if state["debug"]:
+            _trace()
+    # Behind the handler, where what was under way is let go of: a line needs memory, too.
+    text = "out of memory; end other programs, or raise this one's limit (ulimit -v)"
+    return _fail(text, CapacityError.exit_code, {"debug": False})
+
+
+def _fail_unforeseen(error: BaseException, state: dict[str, bool]) -> int:
+    """An error of the system where the library does not expect one, or of stdout; else a bug."""
+    if isinstance(error, OSError):
         from spmoe_lite.files import disk_error
 
         named = disk_error(
             error, error.filename or "the output", "use" if error.filename else "write"
         )
         return _fail(str(named), named.exit_code, state)
-    except BaseException as error:  # a library's panic is not an Exception
-        if is_out_of_memory(error):
-            text = "out of memory; end other programs, or raise this one's limit (ulimit -v)"
-            return _fail(text, CapacityError.exit_code, state)
-        what = f"{type(error).__name__}: {error}".rstrip(": ")
-        return _fail(f"{what} (this is a bug in {NAME}; --debug shows where)", 1, state)
+    what = f"{type(error).__name__}: {error}".rstrip(": ")
+    return _fail(f"{what} (this is a bug in {NAME}; --debug shows where)", 1, state)
 
 
 def _check_folder() -> None:
@@ -81,11 +89,15 @@ def _check_folder() -> None:
         raise NotFoundError("the folder this runs in is gone: cd to one that exists") from None
 
 
+def _trace() -> None:
+    import traceback
+
+    terminal.remark(traceback.format_exc())
+
+
 def _fail(message: str, code: int, state: dict[str, bool]) -> int:
     if state["debug"]:
-        import traceback
-
-        terminal.remark(traceback.format_exc())
+        _trace()
     hint = re.sub(
         rf"\b{NAME} (?={'|'.join(cli.commands)})", f"{PROGRAM} ", " ".join(message.split())
     )

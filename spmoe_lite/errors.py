@@ -4,6 +4,7 @@ Every message is one line: it names the file, tensor, layer or flag, gives the n
 to do next. `assert` is kept for our own bugs. Codes 0 (fine) and 130 (interrupted) follow the shell.
 """
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -63,9 +64,16 @@ class Cancelled(SpmoeError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python, or torch on any device, found no memory: for RAM torch has no class of its own."""
-    told = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
-    return told or isinstance(error, MemoryError)
+    """Whether Python, torch on any device, or the system with a library found no memory.
+
+    For RAM torch has no class of its own, for a library that finds no room Python has none.
+    """
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    text = str(error)
+    return any(one in text for one in ("DefaultCPUAllocator", "failed to map segment"))
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,8 @@ class Panic(BaseException):
         (OSError(28, "No space left on device"), 4, "disk full: cannot write the output"),
         (MemoryError(), 4, "out of memory; end other programs"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 4, "out of memory; end"),
+        (OSError(12, "Cannot allocate memory"), 4, "out of memory; end"),
+        (ImportError("libx.so: failed to map segment from shared object"), 4, "out of memory; end"),
         (errors.DamagedError("a\x1b[31m\x07b"), 6, "a[31mb"),  # no control codes from a file name
     ],
 )
@@ -227,6 +230,24 @@ def test_an_unforeseen_error_is_one_line_too(monkeypatch, capsys, error, code, l
     assert err[0].startswith(f"spmoe-lite: {line}")
     assert spmoe("rm", "x", "--debug") == code
     assert any(line.startswith("Traceback") for line in seen(capsys)[1])
+
+
+def test_what_took_the_memory_is_gone_before_its_line_is_made(monkeypatch, capsys):
+    """Where all is taken the line itself would end in a traceback."""
+    held = []
+
+    class Large:
+        pass
+
+    def fail(*args, **given):
+        large = Large()
+        held.append(weakref.ref(large))
+        raise MemoryError
+
+    real = cli._fail
+    monkeypatch.setattr(cli, "_fail", lambda *args: held.append(held[0]()) or real(*args))
+    monkeypatch.setattr(library, "removable", fail)
+    assert spmoe("rm", "x") == 4 and held[1] is None
 
 
 @pytest.mark.parametrize("where", [["--debug", "run"], ["run", "--debug"]])
