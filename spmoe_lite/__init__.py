@@ -25,8 +25,10 @@ logging.getLogger("spmoe_lite").addHandler(logging.NullHandler())
 
 if TYPE_CHECKING:
     from spmoe_lite.config import SamplingParams
+    from spmoe_lite.converters.convert import convert
     from spmoe_lite.converters.plan import ConvertPlan
-    from spmoe_lite.converters.repack import ConvertResult, convert, repack
+    from spmoe_lite.converters.repack import repack
+    from spmoe_lite.converters.writing import ConvertResult
     from spmoe_lite.engine import Engine
     from spmoe_lite.errors import (
         BusyError,
@@ -76,8 +78,10 @@ __all__ = [
 
 _PUBLIC = {
     "config": ("SamplingParams",),
+    "converters.convert": ("convert",),
     "converters.plan": ("ConvertPlan",),
-    "converters.repack": ("ConvertResult", "convert", "repack"),
+    "converters.repack": ("repack",),
+    "converters.writing": ("ConvertResult",),
     "engine": ("Engine",),
     "generation": ("Generation", "Result"),
     "library": ("PackInfo", "inspect", "packs", "remove", "verify"),

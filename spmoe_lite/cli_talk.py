@@ -52,7 +52,7 @@ DEMO_TOKENS = 200  # of the demo's first answer, which should end some time
 @sampling_options
 @debug_option
 def demo(prompt: str | None, gguf: Path | None, **given: Any) -> int:
-    """Make a small real model pair, answer one prompt, then chat.
+    """Make a small real model pair, answer one prompt, then chat if a terminal is there.
 
     The first start makes it on this machine, in a minute or two: SmolLM2-135M with eight experts a
     layer, and the original as its draft. It writes English and is no better a model than the original.

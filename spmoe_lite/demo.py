@@ -41,8 +41,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from spmoe_lite import library
+from spmoe_lite.converters.convert import convert
 from spmoe_lite.converters.gguf import GgufCheckpoint
-from spmoe_lite.converters.repack import convert
 from spmoe_lite.errors import (
     CapacityError,
     DamagedError,

@@ -55,3 +55,40 @@ def test_decode_says_what_differs_from_the_run_before(monkeypatch):
     assert found(expert=5).unlike(found()) == "routing from layer 1 on, in rows [0]"
     assert found(logit=-0.5, expert=5).unlike(found()).endswith("; logits")
     assert found(logit=0.50390625).unlike(found()) == "logits"  # the last bit
+
+
+class Steps:
+    """Captured steps of 4 ms by the clock, 3 of them on the GPU."""
+
+    def __init__(self, clock):
+        self._clock = clock
+
+    def step(self, *_):
+        self._clock[0] += 0.004
+        return SimpleNamespace(draft_ms=1.0, verify_ms=2.0)
+
+
+def test_answers_tell_what_of_a_step_is_not_the_gpus(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import answers
+
+    clock = [0.0]
+    monkeypatch.setattr(answers.time, "perf_counter", lambda: clock[0])
+    graphs = Steps(clock)
+
+    def generate(prompt, max_tokens, sampling):
+        for _ in range(max_tokens // 2):
+            graphs.step("what steps take")
+        return SimpleNamespace(result=SimpleNamespace(token_ids=range(max_tokens)))
+
+    engine = SimpleNamespace(decoder=SimpleNamespace(graphs=graphs), generate=generate)
+    row = answers.measure(engine, [1], None, 60)
+    assert row == pytest.approx(
+        {"step_ms": 4.0, "gpu_ms": 3.0, "not_gpu": 0.25, "steps": 19, "tokens_a_step": 2.0}
+    )
+    with pytest.raises(RuntimeError, match="10 steps are too few"):
+        answers.measure(engine, [1], None, 20)
+    assert "step" not in vars(graphs)  # nothing stays behind
+    engine.decoder.graphs, engine.notices = None, ["--pin none"]
+    with pytest.raises(RuntimeError, match="driven by the host: --pin none"):
+        answers.measure(engine, [1], None, 60)

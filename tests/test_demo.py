@@ -214,7 +214,7 @@ def test_a_full_disk_names_the_demo(tmp_path, as_demo, monkeypatch):
 
 
 def test_packs_of_that_name_that_are_not_the_demos_stay(tmp_path, as_demo):
-    from spmoe_lite.converters.repack import convert
+    from spmoe_lite.converters.convert import convert
 
     convert(as_demo, name="demo", home=tmp_path)
     before = read_manifest(tmp_path / "demo.spmoe").raw

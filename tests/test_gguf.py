@@ -22,9 +22,9 @@ from tokenizers import Tokenizer
 
 from spmoe_lite.config import ModelConfig
 from spmoe_lite.converters import gguf_file as reader
+from spmoe_lite.converters.convert import convert
 from spmoe_lite.converters.gguf import GgufCheckpoint, is_gguf
 from spmoe_lite.converters.gguf_tokenizer import PRE_TOKENIZERS
-from spmoe_lite.converters.repack import convert
 from spmoe_lite.errors import (
     DamagedError,
     NotFoundError,

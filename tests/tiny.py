@@ -60,7 +60,7 @@ def tiny_pack(
     **options: Any,
 ) -> Path:
     """Write a tiny checkpoint and convert it; the pack is `folder/NAME.spmoe` (NAME: the kind)."""
-    from spmoe_lite.converters.repack import convert
+    from spmoe_lite.converters.convert import convert
 
     name = name or kind
     write = {"mixtral": tiny_mixtral, "mistral": tiny_mistral, "llama": tiny_llama}[kind]
