@@ -197,22 +197,24 @@ class Decoder:
         under_way = graphs.ahead
         if count and under_way is None:
             self._catch_up(known - 2, cancel)
+        on_device = sampler.greedy or (sampler.draws_alone and self.verify is verify)
+        choice = None if sampler.greedy else sampler if on_device else sampler.pick_row
+        noisy = range(0) if on_device else range(known, known + count + 1)
         left = room - count - 1  # at least
         ahead = (  # whatever this step finds, the next one will be as the device makes it from this
             under_way in (None, (count, cutoff))
-            and (sampler.greedy and self.verify is verify)
+            and (on_device and self.verify is verify)
             and self._step_ms < AHEAD_MS
             and (left > 0 and self._to_draft(left) == count)
             and self._fits(known + count + 1, count)
         )
         try:
             graphs.enter(self.store)
-            pick = None if sampler.greedy else sampler.pick_row
             if under_way is not None:
                 _, cutoff = under_way
             found = graphs.step(
-                tokens, count, cutoff, self._copies_queued(), pick, cancel, ahead,
-                lambda: [sampler.noise(i, self.target.device) for i in range(known, known + count + 1)],
+                tokens, count, cutoff, self._copies_queued(), choice, cancel, ahead,
+                lambda: [sampler.noise(i, self.target.device) for i in noisy],
             )  # fmt: skip
             check_finite(found.finite)
         except BaseException:
@@ -226,7 +228,8 @@ class Decoder:
                 self.drift.observe(expert_copy_ms=found.copy_ms)
         if self.store is not None:
             self._take_account(found)
-        verdict = self.verify(found.proposal, found.logits, sampler, tokens, found.tokens)
+        chosen = found.tokens if on_device else None
+        verdict = self.verify(found.proposal, found.logits, sampler, tokens, chosen)
         self._step_ms = found.draft_ms + found.verify_ms
         started = min(started, time.perf_counter() - self._step_ms / 1e3)
         return Step(verdict, count, 1, started, typical=room > count)

@@ -108,8 +108,11 @@ class DraftPasses:
             return logits
 
         # Nothing else is kept: a circle would leave the graphs to the garbage collector.
-        self._ids, self._newest = ids, newest
+        self._ids, self.newest = ids, newest
         self._graphs = [capture(run, rows) for rows in (2, 1)]
+        self.heads = [
+            logits for _, logits in self._graphs
+        ]  # [1, V] of the first pass, of a later one
 
     def replay(self, i: int) -> torch.Tensor:
         """Enqueue pass i of a step; its logits [1, V], until the next one."""
@@ -119,7 +122,7 @@ class DraftPasses:
 
     def put(self, i: int, token: int) -> None:
         """The host's choice in place of the best token of pass i."""
-        self._newest.fill_(token)
+        self.newest.fill_(token)
         self._ids[2 + i].fill_(token)
 
 

@@ -12,7 +12,8 @@ Everything a graph reads is at a fixed address. What changes from step to step, 
 tokens, is `params`, one small copy at the start of a step; proposals stay on the device. The number of
 rows is part of a graph: one for a plain step, one for a step with drafts, captured when the engine loads.
 
-The draft's passes are those of `draftgraphs.py`. Where the sampler is greedy the device knows how a step ends. `advance` makes the parameters of the next one from
+The draft's passes are those of `draftgraphs.py`, sampled tokens those of `drawing.py`. Unless the host has to
+choose (penalties), the device knows how a step ends. `advance` makes the parameters of the next one from
 it, and the host may enqueue that step before it has read this one: then the GPU never waits for the host.
 If this one turns out to end the answer, the step too many is never read. What it leaves are rows behind
 the end of the caches, which nobody looks at, and slots with other experts in them; `leave` takes those
@@ -25,6 +26,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +34,7 @@ import torch
 
 from spmoe_lite.device import host_buffer, side_stream, synchronize
 from spmoe_lite.draftgraphs import DraftPasses, Pick, capture
+from spmoe_lite.drawing import Drawing
 from spmoe_lite.kernels.residency import (
     EMPTY,
     FILLED,
@@ -46,6 +49,7 @@ from spmoe_lite.kernels.residency import (
 )
 from spmoe_lite.model import ExpertSource, Transformer
 from spmoe_lite.progress import check
+from spmoe_lite.sampling import Sampler
 
 if TYPE_CHECKING:
     from spmoe_lite.kvcache import KVCache
@@ -96,7 +100,7 @@ class ResidentExperts:
 class Found:
     """What one step found, on the host."""
 
-    tokens: list[int]  # the target's best token of each row
+    tokens: list[int]  # the target's best token of each row, or the one that was drawn
     finite: bool  # whether all rows had finite logits
     logits: torch.Tensor  # [T, V] on the device, until the next step
     proposal: list[int]
@@ -213,6 +217,17 @@ class StepGraphs:
                 seen=None if self._predictor is None else self._predict,
                 capture=self._capture,
             )
+        self._drawing = Drawing(
+            most=most,
+            start=self._param(START),
+            number=self._param(NUMBER),
+            ids=self._params[IDS : IDS + 2 + most],
+            newest=None if self._draft is None else self._draft.newest,
+            heads=[] if self._draft is None else self._draft.heads,
+            found={rows: kept for rows, (_, kept) in self._verify.items()},
+            num_tokens=num_tokens,
+            capture=partial(capture, reset=bool, pool=self._pool),
+        )
 
     def step(
         self,
@@ -220,7 +235,7 @@ class StepGraphs:
         count: int,
         cutoff: int,
         queued: Sequence[int],
-        pick: Pick | None,
+        choice: Pick | Sampler | None,
         cancel: threading.Event | None,
         ahead: bool = False,
         meanwhile: Callable[[], object] = bool,
@@ -230,21 +245,29 @@ class StepGraphs:
         The caches hold at least what is known but for the newest token, the draft's but for two.
         queued [most]: how many experts of the first `cutoff` layers may be waiting to be copied ahead,
         or on their way, at each draft token.
-        pick chooses a draft token from logits [V] and the tokens before it; None: the best one.
-        ahead, without `pick`: enqueue the next step as well, which drafts as many, up to the same layer.
+        choice: None, the best token of each row; a sampler, whose `draws_alone` holds, has the device draw
+        proposals and tokens; a function, which may look at everything, chooses a draft token from logits [V]
+        and the tokens before it, and the tokens found are the best ones.
+        ahead, without such a function: enqueue the next step as well, which drafts as many, up to the same layer.
         It is read by the next call, if this step's verdict is kept whole; else `leave` forgets it.
         meanwhile: called while the device computes.
         """
         flight, self._flight = self._flight, None
+        known = len(tokens)
+        if isinstance(choice, Sampler):
+            self._drawing.begin(choice)
+            self._drawing.fill(known, known + count)
         if flight is None:
             self._prepare(tokens, cutoff, queued)
-            flight = self._launch(count, cutoff, pick, tokens, cancel)
+            flight = self._launch(count, cutoff, choice, tokens, cancel)
+        if isinstance(choice, Sampler):  # what the next step may want
+            self._drawing.fill(known, known + 2 * count + 1)
         assert (count, cutoff) == (flight.count, flight.cutoff)
         if ahead:
             # The stream may be another than last time. What was fetched is there: the pass waited for it.
             torch.cuda.current_stream().wait_event(flight.verified)
             self._advance[count + 1][0].replay()
-            self._flight = self._launch(count, cutoff)
+            self._flight = self._launch(count, cutoff, choice)
         meanwhile()
         return self._read(flight)
 
@@ -273,13 +296,15 @@ class StepGraphs:
         self,
         count: int,
         cutoff: int,
-        pick: Pick | None = None,
+        choice: Pick | Sampler | None,
         tokens: Sequence[int] = (),
         cancel: threading.Event | None = None,
     ) -> _Flight:
         """Enqueue drafts, copies ahead, the target's pass and its report."""
         (begun, drafted, verified, *fetched), reports = next(self._sides)
         begun.record()
+        drawing = self._drawing if isinstance(choice, Sampler) else None
+        pick = None if isinstance(choice, Sampler) else choice
         proposal: list[int] = []
         for i in range(count):
             check(cancel)
@@ -293,6 +318,8 @@ class StepGraphs:
             if pick is not None:
                 proposal.append(pick(logits[0], [*tokens, *proposal]))
                 self._draft.put(i, proposal[i])
+            if drawing is not None:
+                drawing.draft(i)
         drafted.record()
         if cutoff:
             self._param(OVER).fill_(1)
@@ -300,6 +327,8 @@ class StepGraphs:
         self._rows = rows = count + 1
         graph, (logits, found) = self._verify[rows]
         graph.replay()
+        if drawing is not None:
+            drawing.target(rows)
         reports[rows].copy_(found, non_blocking=True)
         verified.record()
         return _Flight(count, cutoff, reports[rows], logits, begun, drafted, verified, fetched)

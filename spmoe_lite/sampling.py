@@ -59,11 +59,8 @@ class Sampler:
         tokens, finite = [], []
         for row, context in zip(logits[:, : self.num_tokens].float(), contexts, strict=True):
             finite.append(row.max().isfinite())
-            row = self._penalized(row, context)
-            if self.params.temperature > 0:
-                row = _filtered(_tempered(row, self.params.temperature), self.params).double()
-                row = row + self.noise(len(context), row.device)
-            tokens.append(row.argmax())
+            noise = self.noise(len(context), row.device)
+            tokens.append(draw(self._penalized(row, context), noise, self.params))
         return _read(torch.stack(tokens), torch.stack(finite))
 
     def noise(self, position: int, device: torch.device) -> torch.Tensor | None:
@@ -73,13 +70,18 @@ class Sampler:
         if position not in self._noises:
             while len(self._noises) >= KEPT:
                 self._noises.pop(next(iter(self._noises)))
-            self._noises[position] = send(self._noise(position), device)
+            self._noises[position] = send(self.made_noise(position), device)
         return self._noises[position].to(device)
 
     @property
     def greedy(self) -> bool:
         """Whether `pick_greedy` may be used: the choice of a row needs no context."""
         return not self._filters
+
+    @property
+    def draws_alone(self) -> bool:
+        """Whether tokens are drawn, and a row's logits and position are all that a draw takes."""
+        return self.params.temperature > 0 and not _penalizes(self.params)
 
     def pick_greedy(self, logits: torch.Tensor) -> list[int]:
         """The best token of each row of logits [T, V], found on the device."""
@@ -88,8 +90,8 @@ class Sampler:
         check_finite(all(finite))
         return tokens
 
-    def _noise(self, position: int) -> torch.Tensor:
-        """Made on the host: the same on every machine."""
+    def made_noise(self, position: int) -> torch.Tensor:
+        """The noise [num_tokens] fp64 of a position, made on the host: the same on every machine."""
         key = np.array([self.params.seed % 2**64, position], dtype=np.uint64)
         uniform = np.random.Generator(np.random.Philox(key=key)).random(self.num_tokens)
         with np.errstate(divide="ignore"):  # a uniform of exactly 0 is noise of minus infinity
@@ -114,6 +116,13 @@ class Sampler:
             penalty = p.presence_penalty + p.frequency_penalty * counts
             row[_ids(answer, row.device)] -= send(penalty, row.device)
         return row
+
+
+def draw(row: torch.Tensor, noise: torch.Tensor | None, params: SamplingParams) -> torch.Tensor:
+    """The token [] int64 of logits [V] fp32, penalties done; noise [V] fp64, None at temperature 0."""
+    if noise is not None:
+        row = _filtered(_tempered(row, params.temperature), params).double() + noise
+    return row.argmax()
 
 
 def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -143,7 +152,8 @@ def _filtered(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     if params.top_p < 1.0:
         probs = row.softmax(0)
         ordered = _head(probs, params.top_p)
-        before = ordered.cumsum(0) - ordered  # probability of everything better
+        # Probability of everything better. A GPU adds in no fixed order: in fp64 that does not show.
+        before = ordered.cumsum(0, dtype=torch.float64) - ordered
         last = (before < params.top_p).sum(0, keepdim=True).clamp(min=1) - 1
         row = row.masked_fill(probs < ordered.gather(0, last), float("-inf"))
     if params.min_p > 0.0:

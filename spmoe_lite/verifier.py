@@ -32,13 +32,15 @@ def verify(
     logits: torch.Tensor,
     sampler: Sampler,
     context: Sequence[int],
-    best: list[int] | None = None,
+    chosen: list[int] | None = None,
 ) -> Verdict:
-    """logits [N + 1, V] of the target for N proposals after `context`; `best` of each row, if known."""
+    """logits [N + 1, V] of the target for N proposals after `context`; `chosen` of each row, if known."""
     assert len(logits) == len(draft_tokens) + 1
     finite = [True] * len(logits)
-    if sampler.greedy:
-        found = best or sampler.pick_greedy(logits)
+    if chosen is not None:
+        found = chosen
+    elif sampler.greedy:
+        found = sampler.pick_greedy(logits)
     else:  # a row counts only where all proposals before it were agreed to
         before = [[*context, *draft_tokens[:row]] for row in range(len(logits))]
         found, finite = sampler.pick_rows(logits, before)

@@ -99,6 +99,14 @@ def slow_driven(engine, what, cycles=300_000):
         slab._send = slow_send
 
 
+DRAWS = [
+    {"temperature": 0.9},
+    {"temperature": 1.2, "top_k": 20},
+    {"temperature": 1.0, "top_p": 0.8, "min_p": 0.02},
+    {"temperature": 0.9, "repetition_penalty": 1.2},
+]
+
+
 def logits(pack, chunk, **options):
     with Engine.load(pack, device="cuda", **options) as engine, torch.inference_mode():
         target, kv, rows = engine.decoder.target, engine.decoder.session.target_kv, []
@@ -230,6 +238,30 @@ def test_kind_h_o22_captured_steps_with_late_copies_and_poisoned_slots(
                     again.token_ids
                     == engine.generate(PROMPT[:7], max_tokens=40, sampling=params).result.token_ids
                 )
+
+
+@pytest.mark.parametrize("slots", [9, 24])
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_tokens_drawn_by_the_device_are_the_hosts(packs, slots, drafts):
+    """New filters, known ones, other seeds; steps enqueued ahead; penalties, which the host sees to."""
+    turns = [
+        (SamplingParams(seed=seed, **one), prompt)
+        for seed, one in enumerate([*DRAWS, {"temperature": 0.0}, *DRAWS[::-1]])
+        for prompt in (PROMPT, PROMPT[:7])
+    ]
+    texts = []
+    for how in ({"pin": "none", "slots": 9}, {"slots": slots}):
+        with Engine.load(
+            packs["target"], packs["noisy"], device="cuda", draft_tokens=drafts, **how
+        ) as engine:
+            assert (engine.decoder.graphs is None) == ("pin" in how)
+            texts.append(
+                [
+                    engine.generate(prompt, max_tokens=60, sampling=one).result.token_ids
+                    for one, prompt in turns
+                ]
+            )
+    assert texts[0] == texts[1] and len(set(texts[0])) > 12
 
 
 def test_kind_l_o37_another_thread_may_generate(packs):

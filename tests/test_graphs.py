@@ -172,7 +172,7 @@ def launches(engine):
     launch = graphs._launch
 
     def noted(*arguments):
-        seen.append(len(arguments) == 2)
+        seen.append(len(arguments) == 3)
         return launch(*arguments)
 
     graphs._launch = noted
@@ -274,6 +274,43 @@ def test_a_step_enqueued_ahead_changes_nothing(pair, plain, monkeypatch, slots, 
             again = engine.generate(PROMPT, max_tokens=30).result
             assert again.token_ids == plain[:30]
     assert same(*found)
+
+
+DRAWS = [
+    {"temperature": 0.9},
+    {"temperature": 1.2, "top_k": 20},
+    {"temperature": 1.0, "top_p": 0.8, "min_p": 0.02},
+    {"temperature": 0.9, "repetition_penalty": 1.2},  # which the host chooses
+]
+
+
+@pytest.mark.parametrize("slots", [6, 24])
+@pytest.mark.parametrize(("draft", "drafts"), [(None, 4), ("noisy", 4), ("twin", 2)])
+def test_tokens_drawn_by_the_device_are_the_hosts(pair, monkeypatch, slots, draft, drafts):
+    """One sampler after another, of new filters and of known ones, seeds and turns; enqueued ahead or not."""
+    without_gpu(monkeypatch)
+    turns = [
+        (SamplingParams(seed=seed, **one), prompt)
+        for seed, one in enumerate([*DRAWS, {"temperature": 0.0}, *DRAWS[1::-1], DRAWS[1]])
+        for prompt in (PROMPT, PROMPT[:7])
+    ]
+    with load(pair, None) as engine:
+        engine.decoder.graphs = None
+        expected = [
+            engine.generate(prompt, max_tokens=23, sampling=one).result.token_ids
+            for one, prompt in turns
+        ]
+    assert len(set(expected)) > 12
+    for limit in (decoder.AHEAD_MS, 0.0):
+        monkeypatch.setattr(decoder, "AHEAD_MS", limit)
+        with load(pair, draft, slots=slots, draft_tokens=drafts) as engine:
+            seen = launches(engine)
+            for (sampling, prompt), text in zip(turns, expected, strict=True):
+                seen.clear()
+                got = engine.generate(prompt, max_tokens=23, sampling=sampling).result
+                assert got.token_ids == text
+                by_device = sampling.repetition_penalty == 1.0
+                assert any(seen) == (by_device and limit > 0)
 
 
 @pytest.mark.parametrize("draft", [None, "noisy", "twin"])

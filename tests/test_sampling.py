@@ -296,7 +296,7 @@ def test_rows_drawn_at_once_are_those_drawn_one_by_one_and_noise_is_made_once(mo
     how = {"temperature": 0.9, "top_k": 12, "top_p": 0.9, "repetition_penalty": 1.3}
     apart = [sampler(**how).pick_row(row, known) for row, known in zip(rows, context, strict=True)]
     one, made = sampler(**how), []
-    monkeypatch.setattr(one, "_noise", lambda p, make=one._noise: made.append(p) or make(p))
+    monkeypatch.setattr(one, "made_noise", lambda p, make=one.made_noise: made.append(p) or make(p))
     for known in context[:4]:
         one.pick_row(rows[0], known)  # the draft's turn
     tokens, finite = one.pick_rows(rows, context)
