@@ -10,8 +10,9 @@ is the same with any draft and with none. Coupling by shared Gumbel noise: Dalir
 "Coupling without Communication and Drafter-Invariant Speculative Decoding", arXiv 2408.07978, section 3.
 
 Order of the filters, as in Hugging Face: penalties, temperature, top-k, top-p, min-p. All of them, and
-the argmax, run where the logits are. A GPU gets the noise, which the host makes while it computes and keeps
-for a while, since draft and target want the same; it returns two numbers a row, and the host waits once.
+the argmax, run where the logits are. A GPU gets the noise, which the host makes while it computes: behind
+captured passes tokens are drawn by graphs (`drawing.py`); else noise is kept for a while, since draft and
+target want the same, the GPU returns two numbers a row, and the host waits once.
 There the sum over the vocabulary may round otherwise than on the CPU, so that a token whose better ones
 hold `top_p` to the last bit may fall on either side.
 """

@@ -21,8 +21,9 @@ from spmoe_lite import decoder, draftgraphs, drafting, graphs
 from spmoe_lite.config import SamplingParams
 from spmoe_lite.converters import convert
 from spmoe_lite.cutoff import Drift, Profile
+from spmoe_lite.drawing import Drawing
 from spmoe_lite.engine import Engine
-from spmoe_lite.errors import SpmoeError
+from spmoe_lite.errors import CapacityError, SpmoeError
 from spmoe_lite.graphs import (
     CLOCK,
     IDS,
@@ -301,8 +302,11 @@ def test_tokens_drawn_by_the_device_are_the_hosts(pair, monkeypatch, slots, draf
             for one, prompt in turns
         ]
     assert len(set(expected)) > 12
-    for limit in (decoder.AHEAD_MS, 0.0):
+    drafted = []
+    for limit, by_host in ((decoder.AHEAD_MS, False), (0.0, False), (0.0, True)):
         monkeypatch.setattr(decoder, "AHEAD_MS", limit)
+        if by_host:
+            monkeypatch.setattr(Sampler, "draws_alone", False)
         with load(pair, draft, slots=slots, draft_tokens=drafts) as engine:
             seen = launches(engine)
             for (sampling, prompt), text in zip(turns, expected, strict=True):
@@ -311,6 +315,88 @@ def test_tokens_drawn_by_the_device_are_the_hosts(pair, monkeypatch, slots, draf
                 assert got.token_ids == text
                 by_device = sampling.repetition_penalty == 1.0
                 assert any(seen) == (by_device and limit > 0)
+            drafted.append((engine.counters.drafted, engine.counters.accepted))
+    assert drafted[1] == drafted[2]  # the same proposals too
+
+
+def test_noise_that_one_stream_was_sent_is_there_for_the_next(monkeypatch):
+    """Whichever stream a step comes on; and no row that a step under way may read is written."""
+    now, done = (
+        ["first"],
+        {"first": 0, "second": 0},
+    )  # how much of a stream the other has waited for
+
+    class Event:
+        at = None
+
+        def record(self):
+            self.at = now[0], len(orders)
+
+    class Stream:
+        def wait_event(self, event):
+            if event.at is not None:
+                done[event.at[0]] = event.at[1]
+
+    orders = []  # (stream, row of the ring, position)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    one = torch.zeros(1, dtype=torch.int32)
+    drawing = Drawing(
+        most=3, start=one, number=one, ids=one, newest=None, heads=[], found={}, num_tokens=5,
+        capture=lambda *_: None,
+    )  # fmt: skip
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=4), 5, 0)
+    make = sampler.made_noise
+    monkeypatch.setattr(
+        sampler, "made_noise", lambda at: orders.append((now[0], at % 8, at)) or make(at)
+    )
+    drawing.begin(sampler)
+    draw, known = random.Random(2), 40
+    for _ in range(30):
+        now[0] = draw.choice(["first", "second"])
+        drawing.fill(known, known + 3)
+        other = {"first": "second", "second": "first"}[now[0]]
+        theirs = [i for i, (stream, _, _) in enumerate(orders) if stream == other]
+        assert not theirs or done[other] > theirs[-1]
+        begun = len(orders)
+        drawing.fill(known, known + 7)  # a step that reads up to known + 3 may be under way
+        assert all(
+            row not in {at % 8 for at in range(known, known + 4)} for _, row, _ in orders[begun:]
+        )
+        for at in range(known, known + 8):
+            assert torch.equal(drawing._ring[at % 8], make(at))
+        known += draw.randint(1, 4)
+    assert [at for _, _, at in orders] == list(range(40, orders[-1][2] + 1))  # each once
+
+
+def test_filters_are_captured_once_and_a_capture_that_fails_is_made_again(pair, monkeypatch):
+    without_gpu(monkeypatch)
+    hot, other = SamplingParams(temperature=0.9, seed=1), SamplingParams(temperature=1.2, seed=1)
+    with load(pair, "noisy") as engine:
+        drawing = engine.decoder.graphs._drawing
+        real, captured, left = drawing._capture, [], [100]
+
+        def noted(run, rows):
+            left[0] -= 1
+            if left[0] < 0:
+                raise torch.OutOfMemoryError("no room, as ordered")
+            captured.append(rows)
+            return real(run, rows)
+
+        drawing._capture = noted
+        answers = [
+            engine.generate(PROMPT, max_tokens=20, sampling=one).result.token_ids
+            for one in (hot, replace(hot, seed=2), hot, other)
+        ]
+        assert captured == [0, 1, 1, 5] * 2  # two draft passes, two sizes of the target's
+        assert answers[0] == answers[2] and len(set(answers)) == 3
+        left[0] = 2  # the third one fails
+        with pytest.raises(CapacityError, match="lower --vram or --ctx-size"):
+            engine.generate(PROMPT, max_tokens=20, sampling=hot).result  # noqa: B018
+        left[0] = 100
+        for sampling, expected in ((hot, answers[0]), (other, answers[3])):
+            got = engine.generate(PROMPT, max_tokens=20, sampling=sampling).result
+            assert got.token_ids == expected
 
 
 @pytest.mark.parametrize("draft", [None, "noisy", "twin"])
@@ -420,7 +506,11 @@ def test_what_graphs_read_is_kept(pair, monkeypatch, draft):
     for make in [capture, capture_drafts] if draft else [capture]:
         reads.clear()
         with Engine.load(pair["target"], draft and pair[draft], device="cpu", slots=24) as engine:
-            make(engine)
+            made = make(engine)
+            if make is capture:
+                params = SamplingParams(temperature=0.9, top_p=0.9)
+                with torch.inference_mode():
+                    made._drawing.begin(Sampler(params, engine.num_tokens, 0))
             gc.collect()
             models = [engine.decoder.target, engine.decoder.draft][: 1 + bool(draft)]
             # Experts are read through views that are made for each pass.
