@@ -112,7 +112,7 @@ class DraftPasses:
         self._graphs = [capture(run, rows) for rows in (2, 1)]
         self.heads = [
             logits for _, logits in self._graphs
-        ]  # [1, V] of the first pass, of a later one
+        ]  # [1, V], of the first pass and a later one
 
     def replay(self, i: int) -> torch.Tensor:
         """Enqueue pass i of a step; its logits [1, V], until the next one."""

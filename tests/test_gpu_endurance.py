@@ -122,6 +122,22 @@ def test_ten_thousand_tokens_take_no_memory(packs, place, how):
 
 
 @pytest.mark.alone
+@regimes("paged", "resident")
+def test_filters_that_alternate_take_no_memory(packs, place, how):
+    """On a GPU each set of them is captured anew."""
+    rounds = 40 if place == "cuda" else 8
+    with load(packs, place, **how) as engine:
+        for i in range(rounds):
+            if i == rounds // 4:
+                before = memory(place)
+            filters = [{"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}, {}][i % 4]
+            write(
+                engine, 20, sampling=SamplingParams(temperature=1 + i % 3 / 10, seed=i, **filters)
+            )
+        assert_no_growth(before, memory(place))
+
+
+@pytest.mark.alone
 @regimes()
 def test_engines_come_and_go(packs, place, how):
     seen = []
