@@ -110,9 +110,8 @@ class DraftPasses:
         # Nothing else is kept: a circle would leave the graphs to the garbage collector.
         self._ids, self.newest = ids, newest
         self._graphs = [capture(run, rows) for rows in (2, 1)]
-        self.heads = [
-            logits for _, logits in self._graphs
-        ]  # [1, V], of the first pass and a later one
+        # Logits [1, V] of the first pass and of the later ones.
+        self.heads = [logits for _, logits in self._graphs]
 
     def replay(self, i: int) -> torch.Tensor:
         """Enqueue pass i of a step; its logits [1, V], until the next one."""
