@@ -190,7 +190,8 @@ def remove(name: str | Path, home: str | Path | None = None) -> None:
                 pass
     for path in found:
         with naming(path, "delete"):
-            (path / m.MANIFEST).unlink(missing_ok=True)  # half deleted is not a pack
+            if not os.path.isdir(path / m.MANIFEST):  # not a file, in a damaged pack
+                (path / m.MANIFEST).unlink(missing_ok=True)  # half deleted is not a pack
             shutil.rmtree(path)
 
 

@@ -241,6 +241,13 @@ def test_remove_takes_a_damaged_pack(home: Path) -> None:
     assert not (home / "big.spmoe").exists()
 
 
+def test_remove_takes_what_the_list_shows_even_if_its_manifest_is_a_folder(home: Path) -> None:
+    (home / "odd.spmoe" / "manifest.json" / "inside").mkdir(parents=True)
+    assert ("odd", False) in [(info.name, info.complete) for info in library.packs(home)]
+    library.remove("odd", home)
+    assert not (home / "odd.spmoe").exists()
+
+
 def test_remove_refuses_what_is_not_a_pack(home: Path, tmp_path: Path) -> None:
     other = tmp_path / "web"
     other.mkdir()
